@@ -366,6 +366,7 @@ TAKEN = {  # on purpose, beside what a signature allows
     ("cost.known_gpu", "device", "a string"),
     ("cost.dispatch_bytes", "num_pairs", "a number"),
     ("Router", "scale", "a negative"),
+    ("autograd.saved_bytes", "top_k", "a number"),  # a mean
     *(("lab.tensor_map", "array", f"of {dtype}") for dtype in (torch.complex64, torch.int64)),
     *((f"lab.{name}", "kernel", "a string") for name in ("run", "step")),  # a FileNotFoundError
     *(("Router.update_bias", "load", f"of {dtype}") for dtype in (torch.int8, torch.int64)),

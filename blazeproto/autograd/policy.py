@@ -6,7 +6,7 @@ from blazeproto.activations import activation_named
 from blazeproto.autograd.records import row_bytes, weight_bytes
 from blazeproto.gemm.recipe import Recipe, name_of
 from blazeproto.gemm.tiles import CHUNK
-from blazeproto.runtime.checks import boolean, integer, one_of
+from blazeproto.runtime.checks import boolean, integer, number, one_of
 
 
 class SavePolicy(StrEnum):
@@ -76,7 +76,8 @@ def saved_bytes(
     ValueError for an unknown policy, activation or precision, TypeError or ValueError for another value that does not fit.
     """
     optional = {"row_capacity": row_capacity or 0, "varying_pairs": varying_pairs or 0}
-    counts = {"num_tokens": num_tokens, "top_k": top_k, "up_rank": up_rank, "down_rank": down_rank, **optional}
+    number("top_k", top_k, least=0)  # no int where it is a mean
+    counts = {"num_tokens": num_tokens, "up_rank": up_rank, "down_rank": down_rank, **optional}
     sizes = {"d_model": d_model, "d_expert": d_expert, "num_experts": num_experts, "itemsize": itemsize}
     for least, given in ((0, counts), (1, sizes | {"num_chunks": num_chunks})):
         for name, size in given.items():

@@ -24,6 +24,7 @@ from blazeproto.autograd.operators import as_experts_see, cast
 from blazeproto.autograd.options import OPTION_NAMES, Options
 from blazeproto.layer import MoE, MoEStats
 from blazeproto.router.choices import Capacity
+from blazeproto.runtime.checks import integer
 
 Weights = list[Tensor | None]  # up, its bias or None, down, its bias or None
 PLAIN = Options(backend="torch")  # what these layers have, but for the activation
@@ -139,6 +140,7 @@ class DroppingMoE(PlainMoE):
 
     def capacity(self, num_tokens: int) -> int | None:
         """C for T = ``num_tokens``; None where it is dynamic."""
+        integer("num_tokens", num_tokens, least=0)
         return None if self.limit is None else self.limit.size(num_tokens, self.num_experts, self.top_k)
 
     def forward(

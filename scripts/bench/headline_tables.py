@@ -9,14 +9,13 @@ from operator import itemgetter
 from scripts.bench.common import geometric_mean
 from scripts.bench.markdown import NOT_MEASURED, OURS, Column, Record, caveat, number, origin, table
 from scripts.bench.models.shapes import T
-from scripts.bench.models.tables import of_floor
+from scripts.bench.models.tables import RUNS, of_floor
 from scripts.bench.module_tables import EVEN, span
 from scripts.bench.paper.cells import of
 
 HEADLINE = ("Qwen3-30B-A3B", "DeepSeek-V3", "Mixtral 8x7B", "gpt-oss-120b", "GLM-4.5-Air", "Kimi K2")
 MODELS_OF = {"h100": ("Qwen3-30B-A3B", "gpt-oss-120b", "Mixtral 8x7B")}
 PEERS = ("sonic", "grouped_mm", "torch_grouped")
-RUNS = 3
 USERS_CALL = {
     "sonic": "SonicMoE's module",
     "grouped_mm": "transformers' Qwen3-MoE block with `grouped_mm`",
@@ -84,7 +83,10 @@ def headline_table(record: Record) -> str:
     columns: list[Column] = [("a layer of", itemgetter("label")), ("blazeproto, ms", of(OURS, f"{PART}_ms"))]
     columns += [("SonicMoE / ours", with_span("sonic")), ("transformers / ours", with_span("grouped_mm"))]
     columns += [("torch grouped_mm / ours", with_span("torch_grouped")), ("floor / ours", of_floor)]
-    columns += [("peak, ours / SonicMoE", lambda row: number(peak_ratio(row)))]
+    columns += [
+        ("peak, ours / SonicMoE", lambda row: number(peak_ratio(row))),
+        ("runs", lambda row: str(len(row["runs"]))),
+    ]
     few = [f"{row['label']}: {row['cfg']['T']}" for row in rows if row["cfg"]["T"] != T]
     counts = sorted({len(row["runs"]) for row in rows})
     note = (

@@ -61,15 +61,18 @@ def signs_of(rows: Sequence[Record]) -> list[str]:
 
 
 def table(rows: Iterable[Record], columns: Sequence[Column]) -> str:
-    """A line a row; a column is its name and what makes a cell of a row. The first cell has a row's mark. A column without
-    any figure is left out, unless it names a group."""
+    """A line a row; a column is its name and what makes a cell of a row. The first cell has a row's mark."""
     rows = list(rows)
-    filled = [(name, [cell(row) for row in rows]) for name, cell in columns]
-    filled = [(name, cells) for name, cells in filled if ": " in name or set(cells) != {number(None)}]
-    lines = [list(line) for line in zip(*(cells for _, cells in filled), strict=True)]
+    lines = [[cell(row) for _, cell in columns] for row in rows]
     for line, sign in zip(lines, signs_of(rows), strict=True):
         line[0] += sign
-    return markdown_table([name for name, _ in filled], lines)
+    return markdown_table([name for name, _ in columns], lines)
+
+
+def with_figures(rows: Iterable[Record], columns: Sequence[Column]) -> list[Column]:
+    """The columns without those in which nothing was measured, but for one that names a group ("saved MiB: ours")."""
+    rows = list(rows)
+    return [each for each in columns if ": " in each[0] or {each[1](row) for row in rows} != {number(None)}]
 
 
 def versions_of(rows: Sequence[Record], names: Sequence[str]) -> str:

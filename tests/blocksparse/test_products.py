@@ -159,7 +159,7 @@ BAD = {
     "an output of another shape": (
         {"out": np.zeros((1, 128, 128))},
         ValueError,
-        r"values: expected shape \(12, 128, 128\)",
+        r"out: expected shape \(12, 128, 128\)",
     ),
 }
 

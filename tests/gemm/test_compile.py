@@ -83,7 +83,7 @@ def test_sass_is_machine_code(source: str) -> None:
 
 
 def test_a_missing_tool_is_named() -> None:
-    with pytest.raises(FileNotFoundError, match=r"nvidia-cuda-nvdiscombobulate, or 'blazeproto\[cu1[23],lab\]'"):
+    with pytest.raises(FileNotFoundError, match=r"nvidia-cuda-nvdiscombobulate, or -e '\.\[cu1[23],lab\]'"):
         nvrtc.find_tool("nvdiscombobulate")
 
 

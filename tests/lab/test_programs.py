@@ -187,7 +187,7 @@ def test_a_struct_lies_as_in_c() -> None:
         ({"kernel": "int main() {}"}, ValueError, "__global__ function"),
         ({"kernel": "nowhere.cu"}, FileNotFoundError, "got 'nowhere.cu'"),
         ({"kernel": 3}, TypeError, "kernel: expected text"),
-        ({"entry": ["saxpy"]}, TypeError, "entry: expected a kernel's name or None, got list"),
+        ({"entry": ["saxpy"]}, TypeError, "entry: expected a str or None, got list"),
         ({"entry": "saxpi"}, PtxError, "expected one of saxpy, got 'saxpi'"),
         ({"grid": 0}, ValueError, "grid: expected at least 1, got 0"),
         ({"grid": (1, 1, 1, 1)}, ValueError, "grid: expected one to three sizes"),

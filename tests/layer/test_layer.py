@@ -355,8 +355,11 @@ def with_rows_of(name, num_rows):
 LATER = {
     "experts": (pruned, r"down_proj: expected shape \(4, 16, 24\), which the layer was made for, got \(3, 16, 24\)"),
     "width": (narrower, r"down_proj: expected shape \(4, 16, 24\), which the layer was made for, got \(4, 16, 12\)"),
-    "router": (with_router(Router(16, 8, 2)), "router: expected one for num_experts=4, got one for 8"),
-    "K": (with_router(Router(16, 4, 3)), "router: expected one for top_k=2, got one for 3"),
+    "router": (
+        with_router(Router(16, 8, 2)),
+        "router: expected num_experts=4 as the layer has, got a router with num_experts=8",
+    ),
+    "K": (with_router(Router(16, 4, 3)), "router: expected top_k=2 as the layer has, got a router with top_k=3"),
     "router's weight": (
         with_rows_of("weight", 3),
         r"weight: expected shape \(4, 16\), which the router was made for, got \(3",

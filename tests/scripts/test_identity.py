@@ -354,7 +354,7 @@ def test_what_is_left_of_a_kernel_whose_source_is_gone(monkeypatch: pytest.Monke
          "constants": {"no": 1}},
     ):  # fmt: skip
         monkeypatch.setitem(identity.KERNELS, "f" * identity.DIGITS, description)
-        identity.is_current.cache_clear()
+        identity._is_made_here.cache_clear()
         assert not identity.is_current("f" * identity.DIGITS)
 
 
@@ -363,7 +363,7 @@ def test_what_cannot_be_compared_is_not_taken_for_earlier(monkeypatch: pytest.Mo
     described = identity.described(gemm.kernel_for("up_forward"))
     monkeypatch.setitem(identity.KERNELS, "e" * identity.DIGITS, described)
     monkeypatch.setitem(sys.modules, "pcpp", None)
-    identity.is_current.cache_clear()
+    identity._is_made_here.cache_clear()
     with pytest.raises(ModuleNotFoundError, match="pcpp"):
         identity.is_current("e" * identity.DIGITS)
     with pytest.raises(ModuleNotFoundError, match="pcpp"):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from blazeproto import cost
 from blazeproto.gemm import Sizes
-from scripts.bench import common, peers, plot_results, result_tables
+from scripts.bench import common, headline_tables, peers, plot_results, result_tables
 from scripts.bench.identity import earlier
 from scripts.bench.models import __main__ as models
 from scripts.bench.models import apart, items, layers, megablocks, programs, shapes, tables, trained
@@ -62,13 +62,14 @@ def test_every_short_form_measures_its_cases(measured: Path) -> None:
 
 def test_the_pages_are_made_of_the_files(measured: Path) -> None:
     page = (plot_results.DOCS / "results.md").read_text()
+    (measured.parent / "headline.json").write_text(json.dumps({"rows": []}))
     filled = result_tables.fill(page, measured.parent)
     assert (
         "Not measured yet: `python -m scripts.bench.models" not in filled
         and result_tables.fill(filled, measured.parent) == filled
     )
     assert "Liger (ModuleNotFoundError" in filled and "SonicMoE (ModuleNotFoundError" in filled
-    assert "faster, forward + backward, than transformers' `grouped_mm` on" in filled
+    assert "beside transformers' Qwen3-MoE block with `grouped_mm` faster on" in filled
     for name, plot, picture in plot_results.PICTURES:
         if name.startswith("models/"):
             record = result_tables.load(name, measured.parent)
@@ -86,7 +87,7 @@ def test_the_models() -> None:
     assert {model.sizes.T for model in shapes.MODELS if model.name != "Kimi K2"} == {16384}
     assert shapes.BY_NAME["Kimi K2"].sizes.T == 8192
     assert all(model.source in (shapes.TABLE_3, shapes.CONFIG) for model in shapes.MODELS)
-    assert {*tables.README_MODELS} <= shapes.BY_NAME.keys()
+    assert {*headline_tables.HEADLINE} <= shapes.BY_NAME.keys()
     of_module = {shape[:5] for shape in common.MODULE_SHAPES}
     assert len([model for model in shapes.MODELS if model.sizes[:5] in of_module]) >= 4
 
@@ -124,22 +125,6 @@ def test_with_one_expert_a_token_the_router_s_gradient_is_not_compared() -> None
         k: layers.models(Case(SMALL._replace(K=k), label="small"), machine)["difference"]["grouped_mm"] for k in (1, 2)
     }
     assert of_k[1].keys() == {"median_out", "median_x_grad"} < of_k[2].keys() >= {"router", "up", "down"}
-
-
-def test_what_was_taken_from_another_table_stands_in_it() -> None:
-    """SonicMoE's figures of module.json, in the committed rows that have them."""
-    folder = common.RESULTS
-    others = {str(row["cfg"]): row for row in json.loads((folder / "module.json").read_text())["rows"]}
-    rows = json.loads((folder / "models" / "layers.json").read_text())["rows"]
-    taken = [row for row in rows if "measured" in row["programs"].get("sonic", {})]
-    for row in taken:
-        program = row["programs"]["sonic"]
-        other = others[str({name: row["cfg"][name] for name in ("T", "d", "n", "E", "K")})]
-        assert program["measured"] == other["of"]["measured"], row["label"]
-        for part in ("fwd", "fwdbwd"):
-            assert program[f"{part}_ms"] == other[f"sonic_{part}_ms"]
-            assert program[f"ours_{part}_ms"] == other[f"ours_{part}_ms"]
-    assert taken
 
 
 def test_liger_is_called_as_its_module_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,50 +296,27 @@ def test_layers_that_do_not_fit_have_their_own_processes(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 79 << 30))
     assert not layers.fits(shapes.BY_NAME["Kimi K2"].sizes, 3)
     called: list[list[str]] = []
-    known: dict[str, Any] = {"fwd_ms": 2.0, "fwdbwd_ms": 6.0, "ours_fwd_ms": 1.0, "ours_fwdbwd_ms": 4.0}
-    monkeypatch.setattr(layers, "from_modules", lambda shape: known)
     monkeypatch.setattr(apart, "measure_apart", lambda names, *_: called.append(names) or {"programs": {}})
     gpu = Machine("cuda", 5, ("sonic", "grouped_mm"))
-    row = layers.models(KIMI, gpu)
-    assert called == [["blazeproto", "grouped_mm"]] and row["programs"]["sonic"] is known
+    layers.models(KIMI, gpu)
+    assert called == [["blazeproto", "sonic", "grouped_mm"]]
 
 
 KIMI = Case(shapes.BY_NAME["Kimi K2"].sizes._replace(E=512), label="larger than Kimi K2")
-
-
-def test_sonicmoe_s_figures_of_today_s_kernels_are_taken_from_module_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    figures = {f"{name}_{part}_ms": 1.0 for name in ("ours", "sonic") for part in ("fwd", "fwdbwd")}
-    of = {"gpu": "NVIDIA H200, driver 1", "measured": "a day", "versions": "torch 2.11.0", "kernels": []}
-    row = {"cfg": common.cfg_of(SMALL), "sonic_peak_fwdbwd_MiB": 7.0, "of": of} | figures
-    monkeypatch.setattr(layers, "RESULTS", tmp_path)
-    monkeypatch.setattr(layers, "gpu_name", lambda: "NVIDIA H200, driver 2")
-    assert layers.from_modules(SMALL) is None
-    (tmp_path / "module.json").write_text(json.dumps({"rows": [row]}))
-    assert layers.from_modules(SMALL._replace(T=8)) is None
-    found = layers.from_modules(SMALL)
-    assert found is not None and found["peak_MiB"] == 7.0 and found["measured"] == "a day"
-    monkeypatch.setattr(layers, "gpu_name", lambda: "NVIDIA H100 80GB HBM3, driver 2")
-    assert layers.from_modules(SMALL) is None, "of another GPU"
-    monkeypatch.setattr(layers, "gpu_name", lambda: "NVIDIA H200, driver 2")
-    del of["kernels"]
-    (tmp_path / "module.json").write_text(json.dumps({"rows": [row]}))
-    assert layers.from_modules(SMALL) is None, "of earlier kernels"
 
 
 # ----------------------------------------------------------------------------------------------------- README, tables
 
 
 def model_row(name: str) -> dict[str, Any]:
-    """Ours at 0.8 of the floor's speed, transformers' 2.5 times as long; SonicMoE 12 ms, of another run in which ours took 11."""
+    """Ours at 0.8 of the floor's speed, transformers' 2.5 times as long; SonicMoE's 12 / 11."""
     sizes = shapes.BY_NAME[name].sizes
     ours = (sum(cost.layer_floor_ms(sizes)) + sum(cost.router_floor_ms(sizes))) / 0.8
 
     def program(ms: float, peak: float) -> dict[str, float]:
         return {"fwd_ms": ms / 3, "fwdbwd_ms": ms, "peak_MiB": peak}
 
-    sonic: dict[str, Any] = program(12.0, 100.0) | {"ours_fwd_ms": 11 / 3, "ours_fwdbwd_ms": 11.0, "measured": "then"}
+    sonic: dict[str, Any] = program(12.0 / 11 * ours, 100.0)
     versions = "torch 2.11.0, sonic-moe 0.1.2.post1, transformers 5.17.0"
     of = {
         "gpu": "NVIDIA H200, driver 580.159.04",
@@ -369,20 +331,20 @@ def model_row(name: str) -> dict[str, Any]:
 def test_readme_has_models_by_name(tmp_path: Path) -> None:
     readme = (common.REPOSITORY / "README.md").read_text()
     results = tmp_path / "h200"
-    (results / "models").mkdir(parents=True)
-    rows = [model_row(model.name) for model in shapes.MODELS]
-    record = {"benchmark": "layers", "rows": rows}
-    (results / "models" / "layers.json").write_text(json.dumps(record))
+    results.mkdir(parents=True)
+    rows = [model_row(name) | {"runs": [{}]} for name in headline_tables.HEADLINE]
+    record = {"benchmark": "headline", "rows": rows}
+    (results / "headline.json").write_text(json.dumps(record))
     filled = result_tables.fill(readme, results)
     ours = next(row for row in rows if row["label"] == "DeepSeek-V3")["programs"]["blazeproto"]["fwdbwd_ms"]
-    assert f"| DeepSeek-V3 | {ours:.2f} | 1.09 | 2.50 | 0.80 | 0.80 |" in filled, "SonicMoE's over ours of its own run"
-    assert filled.count("2.50 | 0.80") == len(tables.README_MODELS) and len(filled.encode()) <= 8192
-    assert filled.count("| --- |") == 1
+    assert f"| DeepSeek-V3 | {ours:.2f} | 1.09 | 2.50 | 0.80 | 0.80 |" in filled
+    assert filled.count("2.50 | 0.80") == len(headline_tables.HEADLINE) and len(filled.encode()) <= 8192
+    assert filled.count("| --- |") == 1 and "1 run of each model, where the headline's rule asks for 3." in filled
     plot_results.plot_models(record, tmp_path / "speed.png")
     caption = plot_results.caption_in(tmp_path / "speed.png")
     assert caption and caption.startswith("NVIDIA H200")
     assert plot_results.of_floor(rows[0], "sonic") == pytest.approx(0.8 * 11 / 12)
-    assert "forward + backward of 16384 tokens, Kimi K2: 8192." in filled
+    assert "forward + backward of 16384 tokens, Kimi K2: 8192;" in filled
 
 
 def test_a_peer_s_table_has_the_versions_of_its_process() -> None:
@@ -420,28 +382,18 @@ def test_few_tokens_have_a_floor_of_the_weights_that_they_read() -> None:
     assert tables.module_ms("fwd", sizes, "H200") == cost.layer_floor_ms(sizes)[0] + cost.router_floor_ms(sizes)[0]
 
 
-def test_a_claim_counts_the_models_on_which_ours_is_behind() -> None:
-    rows = [model_row(name) for name in ("OLMoE", "DBRX")]
-    rows[1]["programs"]["sonic"]["fwdbwd_ms"] = 5.5
+def test_a_claim_counts_the_models_of_one_run() -> None:
+    rows = [model_row(name) for name in ("OLMoE", "DBRX", "GLM-4.5")]
+    for row, ms in zip(rows, (5.5, 10.1, 12.0), strict=True):
+        row["programs"]["sonic"]["fwdbwd_ms"] = ms
+        row["programs"]["blazeproto"]["fwdbwd_ms"] = 10.0
     del rows[1]["programs"]["grouped_mm"]
-    said = tables.claim({"rows": rows})
-    assert "than SonicMoE's module on 1 of 2, 0.74 times in the geometric mean (0.50 to 1.09)" in said
-    assert "`grouped_mm` on 1 of 1, 2.50 times" in said and tables.claim({"rows": []}) == "Not measured."
-    assert said.count("faster forward") == 1 and "SonicMoE's is faster forward + backward on DBRX (0.50)." in said
-    assert "Not measured: Qwen3-30B-A3B, " in said and "OLMoE" not in said
-    rows[1]["programs"]["sonic"]["fwdbwd_ms"] = 11.05
-    rows[1]["programs"]["sonic"]["ours_fwd_ms"] = 5.0
-    said = tables.claim({"rows": rows})
-    assert (
-        "on 2 of 2 (1 by less than 1 %), 1.05 times" in said and "SonicMoE's is faster forward on DBRX (0.80)." in said
-    )
-
-
-def test_a_star_is_explained_where_there_is_one() -> None:
-    rows = [model_row("OLMoE")]
-    assert "| 1.09* |" in (made := tables.layers({"rows": rows})) and made.count("*: SonicMoE beside ours") == 1
-    del rows[0]["programs"]["sonic"]["measured"]
-    assert "*" not in tables.layers({"rows": rows})
+    none: dict[str, Any] = {"rows": []}
+    said = tables.claim({"rows": rows}, none)
+    assert "beside SonicMoE's module faster on 1, even within 2 % on 1, slower on 1 of 3, 0.87 in" in said
+    assert "block with `grouped_mm` faster on 2," in said and tables.claim(none, none) == "Not measured."
+    headline = {"rows": [{"label": "OLMoE", "runs": [{}] * 3}, {"label": "DBRX", "runs": [{}]}]}
+    assert [row["label"] for row in tables.outside({"rows": rows}, headline)["rows"]] == ["DBRX", "GLM-4.5"]
 
 
 # --------------------------------------------------------------------------------------------------------- MegaBlocks

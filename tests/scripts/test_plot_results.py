@@ -61,8 +61,9 @@ def test_filling_twice_changes_nothing(results: Path) -> None:
 def test_a_sentence_is_filled_within_its_paragraph(results: Path) -> None:
     page = "The experts are <!-- results:layer_claim -->stale<!-- /results:layer_claim -->, measured."
     filled = result_tables.fill(page, results)
-    # one shape: 2.0 over 1.5 ms, and 80 of 104 MiB
-    assert filled.startswith("The experts are <!-- results:layer_claim -->faster than SonicMoE's on 1 of 1 shapes")
+    # one size of the tiny layer: 2.0 over 1.5 ms, and 80 of 104 MiB
+    said = "faster by more than 2 % than SonicMoE's on 1 of 1 sizes of one tiny layer, "
+    assert filled.startswith(f"The experts are <!-- results:layer_claim -->{said}")
     assert "1.33 times in the geometric mean (1.33 to 1.33), at 0.77 of its peak memory (0.77 to 0.77)<!--" in filled
     assert filled.endswith("-->, measured.")
 
@@ -72,7 +73,7 @@ def test_the_claim_counts_the_shapes_that_are_behind() -> None:
     behind = json.loads(json.dumps(record["rows"][0]))
     behind["peers"]["sonic"]["gpu_fwdbwd_ms"] = 1.0  # ours: 1.5
     record["rows"].append(behind)
-    assert result_tables.layer_claim(record).startswith("faster than SonicMoE's on 1 of 2 shapes")
+    assert result_tables.layer_claim(record).startswith("faster by more than 2 % than SonicMoE's on 1 of 2 sizes")
 
 
 VERSIONS = "torch 2.11.0, triton 3.6.0, sonic-moe 0.1.2, quack-kernels 0.3.11"
@@ -120,8 +121,8 @@ def test_the_headline_is_the_module_s() -> None:
     record["rows"][1]["sonic_fwdbwd_ms"] = 1.2  # ours: 1.5
     said = module_tables.module_claim(record)
     assert (
-        "faster than SonicMoE's module (SonicMoE 0.1.2, QuACK 0.3.11, torch 2.11.0; a GPU) on 1 of 2 shapes, 0.98 times"
-        in said
+        "One run of each shape (SonicMoE 0.1.2, QuACK 0.3.11, torch 2.11.0; a GPU)" in said
+        and "faster on 1, even within 2 % on 0, slower on 1 of 2 shapes, 0.98 in the geometric mean" in said
     )
     assert (
         "in the geometric mean (0.80 to 1.20), at 0.80 of its peak memory (0.80 to 0.80)" in said
@@ -130,7 +131,9 @@ def test_the_headline_is_the_module_s() -> None:
     assert "tiny layer" not in said and "earlier" not in said
     record["rows"].append(module_row(32768, 256, 256, 128, 4) | {"sonic_fwdbwd_ms": 3.0})
     apart = module_tables.module_claim(record)
-    assert "on 1 of 2 shapes, 0.98 times" in apart and ", and on 1 of 1 sizes of one tiny layer, 2.00 times (" in apart
+    assert "slower on 1 of 2 shapes, 0.98 in" in apart and "slower on 0 of 1 sizes of one tiny layer, 2.00 in" in apart
+    record["rows"][1]["sonic_fwdbwd_ms"] = 1.5 * 1.015
+    assert "faster on 1, even within 2 % on 1, slower on 0 of 2 shapes" in module_tables.module_claim(record)
     without = {name: value for name, value in record["rows"][0].items() if not name.startswith("sonic")}
     assert module_tables.module_claim({"rows": [without]}) == result_tables.NOT_MEASURED
     assert module_tables.module_details({"rows": [without]}) == result_tables.NOT_MEASURED
@@ -168,7 +171,7 @@ def test_without_its_results_the_headline_stays(results: Path) -> None:
     page = "<!-- results:module_claim -->As it was.<!-- /results:module_claim -->"
     assert result_tables.fill(page, results) == page
     (results / "module.json").write_text(json.dumps({"rows": [module_row(8192, 256, 256, 128, 4)]}))
-    assert "A whole layer" in result_tables.fill(page, results)
+    assert "One run of each shape" in result_tables.fill(page, results)
 
 
 def test_the_tables_of_modules_and_router() -> None:

@@ -17,12 +17,16 @@ from scripts.bench.markdown import (
     caveat,
     figure,
     number,
+    origin,
     plain_shape,
+    table,
 )
+from scripts.bench.models.shapes import T
 from scripts.bench.module_tables import EVEN, mean_and_span
 from scripts.bench.paper.cells import SHAPE, Rows, experts_ms, floor, floor_cell, of, ratio, value
 from scripts.bench.paper.tables import Shown, markdown
 
+RUNS = 3  # of a model, of which the headline is the median
 MODEL: Column = ("model", itemgetter("label"))
 PRINTED = {2: "1.15", 128: "20"}  # MegaBlocks, Figure 10: SwitchMLP's time over dMoE's, on an A100
 PRINTED_BATCH = {"dmoe": "64", "dropping": "32"}  # MegaBlocks, Table 3: dMoE-XS by MegaBlocks and by Tutel
@@ -83,8 +87,8 @@ NOT_THE_HEADLINE = "One run of each model: not the headline, which is the median
 
 
 def outside(record: Record, headline: Record) -> Record:
-    """The models that the headline has no row of."""
-    measured = {row["label"] for row in headline["rows"]}
+    """The models that the headline has no figure of."""
+    measured = {row["label"] for row in headline["rows"] if len(row["runs"]) >= RUNS}
     return record | {"rows": [row for row in record["rows"] if row["label"] not in measured]}
 
 
@@ -104,6 +108,20 @@ def claim(record: Record, headline: Record) -> str:
         return NOT_MEASURED
     of_earlier = f" ({note})" if (note := caveat(rows)) else ""
     return f"{NOT_THE_HEADLINE} Forward and backward, ours is {'; '.join(said)}{of_earlier}."
+
+
+def readme(record: Record) -> str:
+    """The headline's models, forward + backward, from the runs that there are."""
+    rows = record["rows"]
+    columns: list[Column] = [("a layer of", itemgetter("label")), ("blazeproto, ms", of(OURS, "fwdbwd_ms"))]
+    columns += [("SonicMoE / ours", over_ours("sonic")), ("transformers / ours", over_ours("grouped_mm"))]
+    columns += [("floor / ours", of_floor), ("peak, ours / SonicMoE", ratio(OURS, "sonic", "peak_MiB"))]
+    few = [f"{row['label']}: {row['cfg']['T']}" for row in rows if row["cfg"]["T"] != T]
+    runs = min((len(row["runs"]) for row in rows), default=0)
+    note = f"Kernel time, forward + backward of {', '.join([f'{T} tokens', *few])}; {runs} run{'s' * (runs != 1)} of each model"
+    note += "." if runs >= RUNS else f", where the headline's rule asks for {RUNS}."
+    note += " transformers: its Qwen3-MoE block with `grouped_mm`."
+    return f"{table(rows, columns)}\n\n{note} {origin(rows)}".rstrip()
 
 
 def figure_10_columns(rows: Rows) -> list[Column]:
@@ -240,7 +258,10 @@ SHOWN = {
 
 TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     f"models_{name}": (f"models/{shown.item}", partial(markdown, shown)) for name, shown in SHOWN.items()
-} | {"models_layers": ("models/layers headline", lambda *records: markdown(SHOWN["layers"], outside(*records)))}
+} | {
+    "readme": ("headline", readme),
+    "models_layers": ("models/layers headline", lambda *records: markdown(SHOWN["layers"], outside(*records))),
+}
 TABLES |= {
     f"models_{name}_h100": (f"../h100/models/{name}", partial(markdown, SHOWN[name]))
     for name in ("ratios", "liger", "quack")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rich.table import Table as RichTable
 
 from blazeproto import cost
-from scripts.bench.markdown import LABELS, Column, Record, number, origin, signs_of, table
+from scripts.bench.markdown import LABELS, Column, Record, number, origin, signs_of, table, with_figures
 from scripts.bench.paper import moeblaze_tables as moeblaze
 from scripts.bench.paper import sonicmoe_tables as sonicmoe
 from scripts.bench.paper import steps_tables as steps
@@ -119,7 +119,8 @@ def markdown(shown: Shown, record: Record) -> str:
     """As a page has it, its picture first."""
     rows = shown.rows(record["rows"])
     picture = f"![{shown.title}]({shown.picture})\n\n" if shown.picture else ""
-    return f"{picture}{table(rows, shown.columns(rows))}\n\n{notes(shown, record)}"
+    columns = with_figures(rows, shown.columns(rows))
+    return f"{picture}{table(rows, columns)}\n\n{notes(shown, record)}"
 
 
 def terminal(shown: Shown, record: Record) -> RichTable:

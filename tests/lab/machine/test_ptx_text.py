@@ -108,7 +108,6 @@ def test_what_is_refused_of_cuda(source: str, said: str) -> None:
         WGMMA.replace("SHAPE", "m64k16").replace("SCALE", "0").replace("%rd2", "64"),
         "A: mov.u32 %r1, 1; A: mov.u32 %r1, 2;",
         "fence.proxy.nonsense;",
-        "fence.proxy.async.global;",
         "cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%rd2, {%r1, %r1}];",
         "mov.u32 %r1, 1024; cp.async.cg.shared.global [%r1], [%rd2], 4;",
     ],

@@ -300,7 +300,7 @@ def test_masks_of_lanes() -> None:
     [
         ({}, {}, TypeError, "streams: expected a list of each GPU's list of launches"),
         ([{}], {}, TypeError, "streams: expected a list of each GPU's list of launches"),
-        ([[{"grid": 1}]], {}, TypeError, "missing"),
+        ([[{"grid": 1}]], {}, TypeError, "streams: expected launches of"),
         ([[]], {"resident": 0}, ValueError, "resident: expected"),
         ([[]], {"most": 0}, ValueError, "most: expected"),
         ([[{"kernel": program(), "grid": 1, "block": 1, "arguments": []}]], {}, ValueError, "arguments: expected 4"),
