@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import CheckpointFunction, CheckpointPolicy, create_selective_checkpoint_contexts
 
 from blazeproto.autograd.operators import CHOOSING, define
@@ -117,7 +118,7 @@ def _checkpoints() -> list[tuple[Any, bool]]:
         if code.co_name == "unpack_hook" and "frame" in code.co_freevars:
             calls.append((frame.f_locals["frame"], True))
         # With use_reentrant=True, or of another library that does likewise: a Function whose backward runs forward again.
-        elif code.co_name in ("forward", "backward") and code.co_varnames[:1] == ("ctx",):
-            calls.append((frame.f_locals["ctx"], code.co_name == "backward"))
+        elif code.co_name in ("forward", "backward") and isinstance(ctx := frame.f_locals.get("ctx"), FunctionCtx):
+            calls.append((ctx, code.co_name == "backward"))
         frame = frame.f_back
     return calls

@@ -131,10 +131,10 @@ class Options:
         default=False,
         metadata=_about(
             boolean,
-            """look at the ids of the experts: ValueError for one outside [0, E), and for one that a token names twice. Without it
-        an id outside is "not here", as of ids that count from 1 the last. The host waits for the device at each forward, so a
-        CUDA-graph capture and torch.compile raise RuntimeError. Padding of a ``mask`` and places for pairs that are not used
-        have -1, which passes.""",
+            """look at the experts' ids: ValueError for one outside [0, E), and where ids are (T, K) for one that a token names
+        twice. Without it an id outside is "not here", as of ids that count from 1 the last. The host waits for the device at
+        each forward: a CUDA-graph capture and torch.compile(fullgraph=True) raise, and without fullgraph the graph breaks.
+        Padding of a ``mask`` and places for pairs that are not used have -1, which passes.""",
             in_operators=False,
         ),
     )

@@ -42,12 +42,19 @@ def in_fp32(bias: Tensor) -> Tensor:
     exact: Tensor | None = getattr(bias, "exact", None)
     if torch.compiler.is_compiling() or type(bias) is not Tensor:
         return bias if bias.dtype == torch.float32 or exact is None else exact.to(bias.device)
+    if bias.dtype != torch.float32 and exact is None:  # somebody else's, as `functional_call` has it
+        return bias.float()
     if bias.dtype != torch.float32:
         with torch.inference_mode(False), torch.no_grad():
             bias.data = unrounded(bias, exact)
     if exact is None or exact.data_ptr() != bias.data_ptr():
         vars(bias)["exact"] = bias.detach()
     return bias
+
+
+def own_fp32(bias: Tensor) -> Tensor:
+    """A bias that was loaded: as it is, or in fp32 where ``assign=True`` put in a checkpoint's tensor, which stays as it is."""
+    return bias if bias.dtype == torch.float32 or hasattr(bias, "exact") else bias.float()
 
 
 def unrounded(rounded: Tensor, exact: Tensor | None) -> Tensor:

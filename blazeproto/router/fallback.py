@@ -101,7 +101,8 @@ def selection_keys(logits: Tensor, score: str, bias: Tensor | None, grouped: boo
     if bias is None and not (grouped and score_named(score).elementwise):
         return logits
     keys = score_named(score).value(logits)
-    return keys if bias is None else keys + bias
+    # An infinite bias switches an expert off. As a number that is far enough, and two of which are one too, it breaks no token.
+    return keys if bias is None else keys + bias.clamp(-1e30, 1e30)
 
 
 def choose_top_k(keys: Tensor, top_k: int, num_groups: int | None = None, top_groups: int | None = None) -> Tensor:

@@ -23,7 +23,7 @@ from blazeproto.autograd.checks import check_dense
 from blazeproto.autograd.operators import on_another_gpu
 from blazeproto.autograd.private import refuse_transforms, saved_by_export, unobserved
 from blazeproto.router import fallback, ops
-from blazeproto.router.bias import check_load, in_fp32, unrounded, updated_bias
+from blazeproto.router.bias import check_load, in_fp32, own_fp32, unrounded, updated_bias
 from blazeproto.router.choices import Choice, Hash, TokenRounding, make_choice
 from blazeproto.router.kinds import MASK_32
 from blazeproto.router.linear import router_logits
@@ -183,7 +183,9 @@ class Router(nn.Module):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._bias()
         super()._load_from_state_dict(*args, **kwargs)
-        self._bias()  # with assign=True the checkpoint's tensor, of whatever dtype
+        if self.expert_bias is not None:
+            self.expert_bias = own_fp32(self.expert_bias)
+        self._bias()
 
     def extra_repr(self) -> str:
         """Sizes, score, groups and choice, for the module's repr."""

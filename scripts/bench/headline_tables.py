@@ -9,7 +9,7 @@ from operator import itemgetter
 from scripts.bench.common import geometric_mean
 from scripts.bench.markdown import NOT_MEASURED, OURS, Column, Record, caveat, number, origin, table
 from scripts.bench.models.shapes import T
-from scripts.bench.models.tables import RUNS, of_floor
+from scripts.bench.models.tables import ONLY_SIZES, RUNS, of_floor
 from scripts.bench.module_tables import EVEN, span
 from scripts.bench.paper.cells import of
 
@@ -89,9 +89,13 @@ def headline_table(record: Record) -> str:
     ]
     few = [f"{row['label']}: {row['cfg']['T']}" for row in rows if row["cfg"]["T"] != T]
     counts = sorted({len(row["runs"]) for row in rows})
+    what = (
+        f"the median of {' or '.join(map(str, counts))} runs, each a process of its own, and in brackets their range."
+    )
+    if max(counts, default=0) < RUNS:
+        what = f"{max(counts, default=0)} run of each model, where the rule asks for {RUNS}, so that no ratio of times is shown."
     note = (
-        f"Kernel time in bf16, forward + backward of {', '.join([f'{T} tokens', *few])}: the median of "
-        f"{' or '.join(map(str, counts))} runs, each a process of its own, and in brackets the range of the runs. "
+        f"Kernel time in bf16, forward + backward of {', '.join([f'{T} tokens', *few])}: {what} {ONLY_SIZES} "
         f"transformers: {USERS_CALL['grouped_mm']}; torch grouped_mm: {USERS_CALL['torch_grouped']}."
     )
     return f"{table(rows, columns)}\n\n{note} {origin(rows, *PACKAGES)}".rstrip()
@@ -111,7 +115,7 @@ def headline_claim(record: Record) -> str:
         mean = f"{number(geometric_mean([*found.values()]))} times as fast in the geometric mean"
         said.append(f"Than {USERS_CALL[peer]} it is {', '.join(parts)}: {mean} {span([*found.values()])}.")
     if not said:
-        return NOT_MEASURED
+        return f"No model has {RUNS} runs yet: no sentence, and no ratio below." if record["rows"] else NOT_MEASURED
     gpus = ", ".join(sorted({row["of"]["gpu"].split(",")[0] for row in record["rows"]}))
     first = f"A whole MoE layer of ours, forward + backward in bf16, router and auxiliary loss included, on one {gpus}."
     note = caveat(record["rows"])

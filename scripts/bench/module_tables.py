@@ -130,8 +130,8 @@ def module_claim(record: Record) -> str:
     peaks, gpus = [peak_ratio(row) for row in rows], ", ".join(sorted({row["of"]["gpu"].split(",")[0] for row in rows}))
     said = (
         f"One run of each shape ({versions_of(rows, PACKAGES)}; {gpus}), forward and backward in bf16: beside SonicMoE's "
-        f"module ours is {'; '.join(parts)}, at {number(geometric_mean(peaks))} of its peak memory {span(peaks)}."
-        f"{_left_out(len(rows))}"
+        f"module ours is {'; '.join(parts)}. Over all {len(rows)} rows, peak memory is {number(geometric_mean(peaks))} of "
+        f"SonicMoE's {span(peaks)}.{_left_out(len(rows))}"
     )
     return f"{said} **({note[0].upper()}{note[1:]}.)**" if (note := caveat(rows)) else said
 

@@ -130,3 +130,20 @@ def test_a_compiled_checkpoint_is_refused_by_torch() -> None:
     layer.router.update_bias(LOAD)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(out.sum(), x)
+
+
+def test_other_things_called_ctx_are_no_checkpoint() -> None:
+    layer = MoE(16, 8, 4, 2, router="aux_free")
+
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        del ctx
+        return layer(x)[0]
+
+    def backward(ctx: object, x: Tensor) -> Tensor:
+        return layer(x)[0]
+
+    for call in (forward, backward):
+        for ctx in ({}, object(), layer):
+            with torch.no_grad():
+                call(ctx, torch.randn(3, 16))
+            layer.router.update_bias(torch.tensor([9, 1, 2, 6]))

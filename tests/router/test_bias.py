@@ -119,3 +119,26 @@ def test_loads_that_are_refused(load: Any, error: type[Exception], message: str)
         with pytest.raises(error, match=message):
             step(load)
     assert router.expert_bias is not None and torch.equal(router.expert_bias, BIAS)
+
+
+def test_a_checkpoint_that_is_assigned_stays_as_it_is() -> None:
+    state = {"weight": torch.randn(8, 16).bfloat16(), "expert_bias": torch.randn(8).bfloat16()}
+    router = Router(16, 8, 2, score="sigmoid", device="meta")
+    router.load_state_dict(state, assign=True)
+    assert state["expert_bias"].dtype == torch.bfloat16 and router.expert_bias.dtype == torch.float32
+    assert torch.equal(router.expert_bias, state["expert_bias"].float())
+    given = torch.randn(8).bfloat16()
+    torch.func.functional_call(biased(), {"expert_bias": given}, torch.randn(3, 16))
+    assert given.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("choose", ["top_k", "capacity", "token_rounding"])
+@pytest.mark.parametrize("groups", [{}, {"num_groups": 4, "top_groups": 2}], ids=["plain", "groups"])
+def test_an_infinite_bias_switches_an_expert_off(choose: str, groups: dict[str, int]) -> None:
+    """And no token is broken by it."""
+    options: dict[str, Any] = {"capacity_factor": 100.0} if choose == "capacity" else {}
+    router = Router(16, 8, 2, score="sigmoid", choose=choose, **options, **groups)
+    assert router.expert_bias is not None
+    router.expert_bias[7] = -torch.inf
+    load = router(torch.randn(512, 16)).load
+    assert load[7] == 0 and (load[: 6 if groups else 7] > 0).all()  # 7 takes 6, its group's other, with it

@@ -83,6 +83,7 @@ LAYERS_NOTE = (
     "Kernel time, ms; grouped_mm: transformers' Qwen3-MoE block, and the auxiliary loss as its models compute it. "
     "Router included."
 )
+ONLY_SIZES = "Only the sizes are the models': SwiGLU, no biases, no shared experts."
 NOT_THE_HEADLINE = "One run of each model: not the headline, which is the median of several runs."
 
 
@@ -115,12 +116,13 @@ def readme(record: Record) -> str:
     rows = record["rows"]
     columns: list[Column] = [("a layer of", itemgetter("label")), ("blazeproto, ms", of(OURS, "fwdbwd_ms"))]
     columns += [("SonicMoE / ours", over_ours("sonic")), ("transformers / ours", over_ours("grouped_mm"))]
+    columns += [("torch grouped_mm / ours", over_ours("torch_grouped"))]
     columns += [("floor / ours", of_floor), ("peak, ours / SonicMoE", ratio(OURS, "sonic", "peak_MiB"))]
     few = [f"{row['label']}: {row['cfg']['T']}" for row in rows if row["cfg"]["T"] != T]
     runs = min((len(row["runs"]) for row in rows), default=0)
     note = f"Kernel time, forward + backward of {', '.join([f'{T} tokens', *few])}; {runs} run{'s' * (runs != 1)} of each model"
     note += "." if runs >= RUNS else f", where the headline's rule asks for {RUNS}."
-    note += " transformers: its Qwen3-MoE block with `grouped_mm`."
+    note += f" {ONLY_SIZES} transformers: its Qwen3-MoE block with `grouped_mm`; torch grouped_mm: the same on torch's own call."
     return f"{table(rows, columns)}\n\n{note} {origin(rows)}".rstrip()
 
 
