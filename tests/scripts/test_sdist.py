@@ -93,7 +93,11 @@ def test_an_editable_install_is_found_beside_the_clone(built: Path, tmp_path: Pa
         archive.extractall(tmp_path)
     clone = built / "clone" / "blazeproto"
     assert [path.read_text().split() for path in tmp_path.glob("*.pth")] == [[str(clone)]]
-    code = f"import site; site.addsitedir({str(tmp_path)!r}); import blazeproto; print(blazeproto.__file__, blazeproto.MoE)"
+    others = (
+        f"sys.path = [place for place in sys.path if place != {str(ROOT)!r}]"  # this checkout's own editable install
+    )
+    found = f"site.addsitedir({str(tmp_path)!r}); import blazeproto; print(blazeproto.__file__, blazeproto.MoE)"
+    code = f"import site, sys; {others}; {found}"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=clone.parent, env=environment, capture_output=True, text=True, check=False)
