@@ -78,7 +78,8 @@ def test_the_claim_counts_each_model_once() -> None:
 
 def test_fewer_than_three_runs_count_for_nothing() -> None:
     made = record(a=(MODEL, 1.21, 2))
-    assert headline_tables.headline_claim(made) == NOT_MEASURED
+    assert headline_tables.headline_claim(made).startswith("No model has 3 runs yet")
+    assert headline_tables.headline_claim({"rows": []}) == NOT_MEASURED
     assert headline_tables.times_ours(made["rows"][0], "sonic") is None
     cells = headline_tables.headline_table(made).splitlines()[2].split(" | ")
     assert cells[1] == "10.00" and cells[2] == headline_tables.number(None)
