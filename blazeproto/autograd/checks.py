@@ -108,7 +108,7 @@ def why_refused(*weights_and_options: Any) -> str:
 
 
 def _check_fp8(weights: tuple[Tensor, ...], absent: list[str], options: Options) -> None:
-    """What precision="fp8" takes. weights: down_proj last.  absent: what came of the arguments that it does not take."""
+    """The check of precision="fp8". weights: down_proj last.  absent: what came of the arguments that it does not take."""
     (_, d_model, d_expert), activation = weights[-1].shape, activation_named(options.activation)
     for wrong, expected, got in (
         (

@@ -72,7 +72,7 @@ class Step:
 
 
 class Wanted(NamedTuple):
-    """Whose gradients a backward makes: x's, those of the experts' parameters, of the router's, of the shared expert's."""
+    """Which gradients a backward makes: of x, the experts' parameters, the router's and the shared expert's."""
 
     x: bool
     up_proj: bool

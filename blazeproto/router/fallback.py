@@ -93,7 +93,7 @@ def pair_scores(
 
 
 def selection_keys(logits: Tensor, score: str, bias: Tensor | None, grouped: bool = False) -> Tensor:
-    """What top-k ranks: the logits, or scores plus the balancing bias (DeepSeek-V3 §2.1.2). (T, E), no gradient.
+    """The keys that top-k ranks: the logits, or scores plus the balancing bias (DeepSeek-V3 §2.1.2). (T, E), no gradient.
 
     grouped: rank elementwise scores also without a bias, since groups add them up.
     """

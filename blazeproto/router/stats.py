@@ -1,4 +1,4 @@
-"""What a layer says of its router beside its output."""
+"""The record of a router's choice that a layer returns beside its output."""
 
 from contextlib import nullcontext
 from typing import NamedTuple

@@ -252,7 +252,7 @@ class Races:
         barrier.made = actor, epoch, self._site(warp, step)
 
     def initialised(self, warp: Warp) -> Clocks:
-        """What fence.mbarrier_init releases."""
+        """Writes that fence.mbarrier_init releases."""
         known, actor = self._nothing(), self._actor((warp, "mbarriers"), generic=True)
         known[0, actor] = self.clocks[warp][0, actor]
         return known
