@@ -183,13 +183,14 @@ def routing_losses(
     """
     wanted = score, bool(balance), bool(z), masked
     if _kernels_take(logits) and len(logits):
-        balance_loss, z_loss, load, _ = _losses_fake(logits)
+        balance_loss, z_loss, load, kept = _losses_fake(logits)
         workspace = logits.new_empty(losses.losses_workspace(*logits.shape))
         ids = narrow_ids(experts).contiguous()
         losses.launch(place_of(logits), (logits, ids, load, balance_loss, z_loss, workspace), *wanted)
     else:
         load, balance_loss, z_loss = fallback.routing_losses(logits, experts, **_named(wanted, losses.OPTIONS))
-    return _times(balance_loss, balance), _times(z_loss, z), load, load.clone()
+        kept = torch.empty_like(load)
+    return _times(balance_loss, balance), _times(z_loss, z), load, kept.copy_(load)
 
 
 # --- A number of experts that varies -----------------------------------------------------------------------------------------
