@@ -66,13 +66,13 @@ def _sanitizer(tool: str, minutes: float = 2.5) -> Step:
 # A kernel that never ends blocks its test inside a CUDA call, where only ending the process helps.
 _TIMEOUT = " --timeout=120 --timeout-method=thread" if importlib.util.find_spec("pytest_timeout") else ""
 _PARALLEL = (
-    " -n 10 --dist worksteal" if importlib.util.find_spec("xdist") else ""
+    " -n 12 --dist worksteal" if importlib.util.find_spec("xdist") else ""
 )  # most of a test is compiling and its oracle
 _PYTEST = f"python -m pytest -q --no-header --tb=short --durations=10 --disable-warnings -p no:cacheprovider{_TIMEOUT}{_PARALLEL}"
 
 STEPS = {
     "kernels": Step("python -m blazeproto kernels", 2, last_lines=3),  # into the cache, before many processes want them
-    "tests": Step(f"{_PYTEST} -x -m 'gpu and not full'", 7, f"{_PYTEST} -m gpu", 9),
+    "tests": Step(f"{_PYTEST} -x -m 'gpu and not full'", 9, f"{_PYTEST} -m gpu", 9),
     "tests_on_two": Step(f"{_PYTEST}{_PARALLEL and ' -n 16'} -m gpu", 9, gpus=2),
     "batch": Step(
         "python -m scripts.checks.batch_invariance --cases 500 --seconds 300 --out results/h200/batch_invariance.json",
