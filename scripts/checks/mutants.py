@@ -3,6 +3,7 @@
     python -m scripts.checks.mutants --draw --seed 55     # -> tests/mutants.json: 40 faults, drawn at random
     python -m scripts.checks.mutants                      # the tests near each one -> results/cpu/mutants.json
     python -m scripts.checks.mutants --only cuda,named --jobs 2
+    python -m scripts.checks.mutants --alive              # once more, those that no test noticed
 
 A fault changes one line: another comparison, sum, constant or condition. It goes into a copy of the files, where the tests
 run that import its file or room, and end at the first that fails. Tests that compare identities of sources are left out but for
@@ -23,7 +24,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from scripts.bench.common import REPOSITORY, now, write_json
 from scripts.command import argument_parser, positive, refuse, some_of
@@ -97,6 +98,7 @@ class Mutant(NamedTuple):
     old: str
     new: str
     tests: tuple[str, ...] = ()  # default: its kind's
+    same: str = ""  # why the program does the same with it, so that no test can notice it; it is then not run
 
     def apply(self, folder: Path) -> None:
         """Into the checkout there. ValueError where the line is gone, or stands several times and not where it was."""
@@ -230,6 +232,11 @@ def noticed(mutant: Mutant, folder: Path, jobs: int) -> str:
     return by
 
 
+def place_of(mutant: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells one fault from the others, whatever runs it."""
+    return mutant["file"], mutant["line"], mutant["new"]
+
+
 def copied(folder: Path) -> None:
     """The tracked files, as they are here."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, check=True).stdout
@@ -245,6 +252,7 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="write the list, and run nothing")
     parser.add_argument("--seed", type=positive, help="of --draw")
     parser.add_argument("--only", type=some_of(KINDS), default=[*KINDS], help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--alive", action="store_true", help="those alone that the last run did not notice")
     parser.add_argument("--jobs", type=positive, default=2, help="test processes")
     parser.add_argument("--out", type=Path, default=OUT, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -255,18 +263,18 @@ def main() -> None:
         made = {"seed": options.seed, "mutants": [each._asdict() for each in [*drawn(options.seed), *named]]}
         LIST.write_text(json.dumps(made, indent=1) + "\n")
         return
-    rows = (
-        {json.dumps(row["mutant"]): row for row in json.loads(options.out.read_text())["rows"]}
-        if options.out.exists()
-        else {}
-    )
+    known = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
+    rows = {place_of(row["mutant"]): row for row in known}
     with TemporaryDirectory() as place:
         folder = Path(place)
         copied(folder)
         for mutant in [each for each in read() if each.kind in options.only]:
-            by = noticed(mutant, folder, options.jobs)
-            row = {"mutant": mutant._asdict(), "noticed_by": by, "measured": now()}
-            rows[json.dumps(row["mutant"])] = row
+            last = rows.get(place_of(mutant._asdict()))
+            if options.alive and last and last["noticed_by"]:
+                continue
+            by = "" if mutant.same else noticed(mutant, folder, options.jobs)
+            row: dict[str, Any] = {"mutant": mutant._asdict(), "noticed_by": by, "measured": now()}
+            rows[place_of(row["mutant"])] = row
             print(f"{by or 'NOT NOTICED'}  {mutant.file}:{mutant.line}  {mutant.new.strip()}", flush=True)
             write_json(options.out, {"seed": json.loads(LIST.read_text())["seed"], "rows": [*rows.values()]})
     alive = [row for row in rows.values() if not row["noticed_by"]]

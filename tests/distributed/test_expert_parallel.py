@@ -18,6 +18,7 @@ from blazeproto import MoE
 from blazeproto.autograd import Arrived, Options
 from blazeproto.blocksparse import dMoE
 from blazeproto.distributed import AllToAll, Symmetric, clip_grad_norm_, expert_parallel
+from blazeproto.distributed.parallel import mesh_of
 from blazeproto.lab import explain
 from blazeproto.lab.views import view
 
@@ -180,6 +181,10 @@ def test_no_double_backward(group: dist.ProcessGroup) -> None:
     (dx,) = torch.autograd.grad(expert_parallel(build(), group)(x)[0].sum(), x, create_graph=True)
     with pytest.raises(RuntimeError):
         dx.sum().backward()
+
+
+def test_a_mesh_for_a_layer_on_meta_is_of_the_group_s_device(group: dist.ProcessGroup) -> None:
+    assert mesh_of(group, "meta").device_type == mesh_of(group, "cpu").device_type == "cpu"
 
 
 def test_a_layer_on_meta_becomes_its_slice(group: dist.ProcessGroup) -> None:

@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from blazeproto.autograd import backends
 from blazeproto.distributed import Symmetric, check_overflow, expert_parallel
+from blazeproto.distributed.exchanges import PeerExchange
+from blazeproto.distributed.peer_memory import MemoryLayout
 from blazeproto.distributed.symmetric import hosts_of
 
 
@@ -160,3 +162,18 @@ def test_overflow_of_two_layers(group: dist.ProcessGroup) -> None:
         check_overflow([*layers])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="group: expected a ProcessGroup that this rank is in, or None, got str"):
         check_overflow(layers, "world")  # type: ignore[arg-type]
+
+
+def test_where_the_other_gpus_have_their_memory(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer may begin before the memory that is handed out: by as much on every GPU."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    def rendezvous(memory: torch.Tensor, _: dist.ProcessGroup) -> SimpleNamespace:
+        return SimpleNamespace(buffer_ptrs=[memory.data_ptr() - 512, 4096])
+
+    monkeypatch.setattr(symmetric_memory, "empty", torch.empty)
+    monkeypatch.setattr(symmetric_memory, "rendezvous", rendezvous)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=1))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    exchange = PeerExchange(group, MemoryLayout(2, 32, 64, D), torch.device("cpu"), 1.0)
+    assert exchange._bases.tolist() == [exchange.memory.data_ptr(), 4096 + 512]

@@ -216,6 +216,12 @@ IDS = on_device(4, 2, dtype="int32")
         ((on_device(4, 8), IDS, "slot", 1, -1), {}, ValueError, "max_pairs: expected at least 0, got -1"),
         ((on_device(4, 8), IDS, "slot", 1, 2**31), {}, ValueError, r"max_pairs, T\*K: expected less than 2\*\*31"),
         (
+            (on_device(2**30, 2), on_device(2**30, 2, dtype="int32"), "slot", 1, 9),
+            {},
+            ValueError,
+            r"max_pairs, T\*K: expected less than 2\*\*31, got 9, 2147483648",
+        ),
+        (
             (on_device(4, 8), IDS, "sr_f", 8, 9),
             {},
             ValueError,

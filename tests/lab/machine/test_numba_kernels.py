@@ -175,6 +175,18 @@ def test_top_k(score: Any, num_tokens: int, num_experts: int, top_k: int, half: 
     check_top_k(score, num_tokens, num_experts, top_k, half, renormalize, {})
 
 
+def test_a_choice_that_is_clear_is_not_made_again() -> None:
+    """Only where two of the best keys differ in the expert's bits alone are the logits read once more."""
+    rng = np.random.default_rng(0)
+    clear = np.stack([rng.permutation(40) for _ in range(8)]).astype(np.float32)
+    steps = []
+    for logits in (clear, np.where(clear == 35, np.float32(36), clear)):  # 36 is the last of the best four
+        with on_machine() as machine:
+            topk_route(logits, 4)
+        steps.append(machine.reports[-1].steps)
+    assert steps[0] < 0.75 * steps[1]
+
+
 @pytest.mark.parametrize(
     ("score", "num_tokens", "num_experts", "top_k", "half", "num_groups", "top_groups"),
     [
@@ -334,6 +346,11 @@ def test_choices_with_masked_tokens(by: str, masked: int, threads: int, monkeypa
         pairs.launch_choice((views[0].device, 0), tuple(views), by, (), 0, limits)
     for mine, expected in zip(made, right, strict=True):
         np.testing.assert_array_equal(mine, expected)
+
+
+def test_loads_balanced_over_experts_that_many_or_few_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_threads(32, monkeypatch)
+    test_choices("balance_f", "one_expert", 30, 4, 2)
 
 
 @pytest.mark.parametrize(
