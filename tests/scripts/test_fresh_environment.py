@@ -15,7 +15,7 @@ import torch
 
 from blazeproto.runtime import optional
 from tests import pages
-from tests.scripts.test_sdist import STEM, built
+from tests.scripts.test_sdist import SIMULATOR, STEM, built
 
 __all__ = ["built"]
 pytestmark = [pytest.mark.full, pytest.mark.slow]
@@ -70,7 +70,9 @@ def fresh(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     (folder / "constraints.txt").write_text(f"torch=={torch.__version__.partition('+')[0]}\n")
     assert INSTALL is not None
     wheel = built / f"{STEM}-py3-none-any.whl"
-    lines = re.sub(r"-e '\.\[", f"-q '{wheel}[", "\n".join([INSTALL[0], *OF_PAGES])).replace(
+    simulator = built / f"{SIMULATOR}-py3-none-any.whl"
+    with_simulator = "\n".join([INSTALL[0], *OF_PAGES]).replace("-e ./ptxsim", f"-q '{simulator}'")
+    lines = re.sub(r"-e '\.\[", f"'{wheel}[", with_simulator).replace(
         "cu12", f"cu{optional.cuda_major(optional.driver_cuda())}"
     )
     made.run(
@@ -95,13 +97,15 @@ def test_readme_and_pages_say_how_to_install() -> None:
 def test_the_first_notebook_says_how_to_open_them() -> None:
     first = (pages.DOCS / "tutorial" / NOTEBOOKS[0]).read_text()
     assert all(
-        line in first and line in README for line in ("pip install -e '.[cu12,lab]'", "jupyter lab docs/tutorial")
+        line in first and line in README
+        for line in ("pip install -e ./ptxsim -e '.[cu12,lab]'", "jupyter lab docs/tutorial")
     )
 
 
 def test_the_package_is_the_wheel(fresh: Environment) -> None:
-    place = fresh.here("python -c 'import blazeproto; print(blazeproto.__file__)'")
-    assert place.startswith(str(fresh.folder))
+    for package in ("blazeproto", "ptxsim"):
+        place = fresh.here(f"python -c 'import {package}; print({package}.__file__)'")
+        assert place.startswith(str(fresh.folder))
 
 
 def test_doctor_has_nothing_to_mend(fresh: Environment) -> None:
