@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ptxsim import CompileError, MachineError, Report, Stepper, compile, run, step, unwritten
+from ptxsim.checks import expect
 
 ARRAY = re.compile(r"(\w+)\[([\d,]+)\](?:=(.+))?")
 COMMANDS = ("step", "until", "finish", "next", "registers", "barriers", "shared", "accumulators")
@@ -64,24 +65,28 @@ def sizes(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "kernel": {"help": "a file of CUDA C++ or PTX"},
+    "arguments": {"nargs": "*", "metavar": "ARGUMENT"},
+    "--grid": {"type": sizes, "default": (1,), "help": "CTAs, as 2 or 2,1,1"},
+    "--block": {"type": sizes, "default": (32,), "help": "threads of a CTA, as 64 or 8,8,1"},
+    "--shared": {"type": int, "default": 0, "help": "bytes of dynamic shared memory"},
+    "--cluster": {"type": int, "default": 1, "help": "CTAs of a cluster"},
+    "--entry": {"help": "the kernel's name in the PTX, where there is more than one"},
+    "--seed": {"type": int, "default": 0, "help": "of the first schedule"},
+    "--runs": {"type": int, "default": 1, "help": "how many schedules, each of the next seed"},
+    "--most": {"type": int, "help": "warp instructions, beyond which a run ends as an error"},
+    "--option": {"action": "append", "default": [], "dest": "options", "help": "NVRTC's, as --option=-DN=4"},
+    "--show": {"choices": ("ptx", "sass"), "help": "print what the kernel is compiled to, and run nothing"},
+    "--step": {"action": "store_true", "help": ABOUT_COMMANDS},
+}
+
+
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m ptxsim", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    add = parser.add_argument
-    add("kernel", help="a file of CUDA C++ or PTX")
-    add("arguments", nargs="*", metavar="ARGUMENT")
-    add("--grid", type=sizes, default=(1,), help="CTAs, as 2 or 2,1,1")
-    add("--block", type=sizes, default=(32,), help="threads of a CTA, as 64 or 8,8,1")
-    add("--shared", type=int, default=0, help="bytes of dynamic shared memory")
-    add("--cluster", type=int, default=1, help="CTAs of a cluster")
-    add("--entry", help="the kernel's name in the PTX, where there is more than one")
-    add("--seed", type=int, default=0, help="of the first schedule")
-    add("--runs", type=int, default=1, help="how many schedules, each of the next seed")
-    add("--most", type=int, help="warp instructions, beyond which a run ends as an error")
-    add("--option", action="append", default=[], dest="options", metavar="OPTION", help="NVRTC's, as --option=-DN=4")
-    add("--show", choices=("ptx", "sass"), help="print what the kernel is compiled to, and run nothing")
-    add("--step", action="store_true", help=ABOUT_COMMANDS)
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m ptxsim", description=__doc__, formatter_class=shape)
+    for name, how in OPTIONS.items():
+        parser.add_argument(name, **how)
     return parser.parse_intermixed_args(arguments)
 
 
@@ -101,14 +106,12 @@ def prompt(stepper: Stepper) -> None:
     while True:
         try:
             name, *words = input("ptxsim> ").split() or ["step"]
+            if name == "quit":
+                return
+            expect("command", name in COMMANDS, f"one of {', '.join(COMMANDS)} and quit", name)
+            print(getattr(stepper, name)(*(int(word) if word.isdigit() else word for word in words)))
         except EOFError:
             return
-        if name == "quit":
-            return
-        try:
-            if name not in COMMANDS:
-                raise ValueError(f"expected one of {', '.join(COMMANDS)} and quit, got {name}")
-            print(getattr(stepper, name)(*(int(word) if word.isdigit() else word for word in words)))
         except (RuntimeError, TypeError, ValueError) as error:
             print(error)
 

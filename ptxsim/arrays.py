@@ -21,13 +21,10 @@ class Arrays:
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """An array that nobody has written: a kernel that reads it gets an error. Any NumPy shape and dtype."""
-        return self._added(np.empty(shape, dtype), written=False)
+        return self.add(np.empty(shape, dtype), written=False)
 
-    def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """An array of zeros. Any NumPy shape and dtype."""
-        return self._added(np.zeros(shape, dtype))
-
-    def _added(self, array: np.ndarray, written: bool = True, name: str = "") -> np.ndarray:
+    def add(self, array: np.ndarray, written: bool = True, name: str = "") -> np.ndarray:
+        """A contiguous array, which is to be no part of a larger one.  written, name: as in `address`."""
         said = f"{name or f'array {len(self.known)}'}, {array.dtype.name}{list(array.shape)}"
         address = self.memory.add(array, said, written=written, read_only=not array.flags.writeable)
         self.known[_place(array)] = array, address
@@ -48,16 +45,8 @@ class Arrays:
                 return address + _place(array) - start
             if start < end and begin < start + known.nbytes:
                 raise ValueError(f"{name or 'array'}: expected memory of its own, got some that another array has too")
-        self._added(root, written, name)
+        self.add(root, written, name)
         return self.known[begin][1] + _place(array) - begin
-
-    def clear(self, address: int, size: int) -> None:
-        """Zeros in so many bytes, which all lie in one array."""
-        block = self.memory.block(address, size)
-        assert block is not None
-        begin = address - block.address
-        block.bytes[begin : begin + size] = 0
-        block.wrote(slice(begin, begin + size))
 
 
 def _place(array: np.ndarray) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 
 from ptxsim.asynchronous import Copies, Groups
 from ptxsim.barriers import Mbarrier, Named
+from ptxsim.checks import expect
 from ptxsim.instructions import compile_entry
 from ptxsim.maps import TensorMap
 from ptxsim.memory import IN_WINDOW, SHARED_BASE, WINDOW, Block, shared_block
@@ -43,14 +44,13 @@ class Launch:
         name: str = "",
     ) -> None:
         of = self.entry = program.entry(entry)
-        if len(parameters) < of.parameter_bytes:
-            raise ValueError(f"parameters: expected {of.parameter_bytes} bytes for {of.name}, got {len(parameters)}")
+        size = of.parameter_bytes
+        expect("parameters", len(parameters) >= size, f"{size} bytes for {of.name}", len(parameters))
         self.world, self.program, self.shared_bytes, self.gpu, self.name = world, program, shared_bytes, gpu, name
         self.grid, self.block = (tuple([*size, 1, 1][:3]) for size in (grid, block))
         self.steps, self.cluster, self.count = compile_entry(of), cluster, int(np.prod(self.grid))
         self.known: Any = None
-        if self.count % cluster:
-            raise ValueError(f"grid: expected whole clusters of {cluster} CTAs, got {self.count}")
+        expect("grid", self.count % cluster == 0, f"whole clusters of {cluster} CTAs", self.count)
         base = world.memory.add(np.frombuffer(bytearray(parameters), np.uint8), "the parameters", read_only=True)
         self.maps = {base + offset: tensor_map for offset, tensor_map in (maps or {}).items()}
         self.symbols = {parameter.name: base + parameter.offset for parameter in of.parameters}

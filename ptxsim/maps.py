@@ -11,6 +11,7 @@ from math import prod
 
 import numpy as np
 
+from ptxsim.checks import expect
 from ptxsim.matrices import PERIOD, SWIZZLES, swizzled
 from ptxsim.memory import Refusal
 
@@ -55,8 +56,7 @@ class TensorMap:
             ("box", row == (self.swizzle or row), f"rows of the swizzle's {self.swizzle} bytes", f"{row} bytes"),
         )
         for what, holds, expected, got in rules:
-            if not holds:
-                raise ValueError(f"tensor map's {what}: expected {expected}, got {got}")
+            expect(f"tensor map's {what}", holds, expected, got)
 
     @property
     def bytes(self) -> int:
@@ -80,10 +80,11 @@ def transfer(
     Raises Refusal for a wrong number of coordinates and a misaligned shared address.
     """
     shape, box, itemsize = tensor_map.shape, tensor_map.box, tensor_map.itemsize
-    if len(coordinates) != len(shape):
-        raise Refusal(f"coordinates: expected {len(shape)}, as the tensor map's dimensions, got {len(coordinates)}")
-    if shared_address % SHARED_ALIGNMENT:
-        raise Refusal(f"shared address of a tensor copy: expected a multiple of 128, got {shared_address:#x}")
+    rank, aligned = len(shape), shared_address % SHARED_ALIGNMENT == 0
+    expect(
+        "coordinates", len(coordinates) == rank, f"{rank}, as the tensor map's dimensions", len(coordinates), Refusal
+    )
+    expect("shared address of a tensor copy", aligned, "a multiple of 128", f"{shared_address:#x}", Refusal)
     first = [int(c) for c in coordinates]
     past_edge = shape[0] * itemsize % CHUNK and first[0] + box[0] > shape[0]
     piece = itemsize if past_edge or first[0] * itemsize % CHUNK else CHUNK

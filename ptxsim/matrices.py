@@ -24,7 +24,6 @@ FIELDS = 0xC000_3FFF_3FFF_3FFF  # the descriptor's bits but for the base offset 
 PERIOD = 1024  # bytes after which every swizzle repeats
 NAN = np.uint32(0x7FFF_FFFF).view(np.float32)  # the only one that the tensor core gives
 E4M3_FRACTION = 13  # bits of a sum of fp8 products behind its largest addend's first
-ERROR = 12 * 2.0**-24  # of the GPU's sum and ours together, as `truncation_bound` counts
 
 
 class Descriptor(NamedTuple):
@@ -130,7 +129,10 @@ def multiply(a: np.ndarray, b: np.ndarray, c: np.ndarray | None) -> np.ndarray:
     Sums are made in float64, which holds them exactly where no addend is 2^24 times another, and rounded once, to nearest. So a
     sum that fp32 holds is exact, and the bits are the same with every BLAS. A Hopper GPU aligns the 16 products and c to the
     largest exponent among them, cuts each off below 2^-25 of it, adds, and cuts the sum off to fp32 (P. Xie et al. 2025,
-    arXiv:2511.10909; F. Khattak, M. Mikaitis 2025, arXiv:2512.07004). `truncation_bound` says how far apart the two may be.
+    arXiv:2511.10909; F. Khattak, M. Mikaitis 2025, arXiv:2512.07004).
+
+    The two may differ by 11.5 * 2^-24 of |A| |B|^T + |C|, summed over all of K, for each wgmma that adds to a sum: 2^-25 for each
+    of 17 addends that the GPU cuts off, 2^-23 for its sum, 2^-24 for the rounding here.
     """
     product = _wide(a) @ _wide(b).T
     if c is not None:
@@ -158,17 +160,6 @@ def multiply_in_14_bits(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarr
     unit = np.exp2(np.frexp(np.abs(addends).max(axis=2, keepdims=True))[1] - 1.0 - E4M3_FRACTION)
     result = (np.trunc(addends / unit) * unit).sum(axis=2).astype(np.float32)
     return np.where(np.isnan(result), NAN, result)
-
-
-def truncation_bound(magnitudes: np.ndarray, instructions: int = 1) -> np.ndarray:
-    """How far a sum of `multiply` may be from the GPU's, where nothing over- or underflows.
-
-    magnitudes: the sums of absolute values, |A| |B|^T + |C|, over all of K.  instructions: wgmma that add up one sum.
-
-    An instruction costs, as parts of the magnitude: 2^-25 for each of 17 addends that the GPU cuts off, 2^-23 for its sum, 2^-24
-    for the rounding of `multiply`. That is 11.5 * 2^-24; 12 leaves room for the error's part in later sums.
-    """
-    return instructions * ERROR * magnitudes
 
 
 def _wide(words: np.ndarray) -> np.ndarray:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ptxsim.checks import expect
+
 POISON = 0xFB  # what memory holds that nobody wrote: bf16 and fp32 numbers of -1e36
 PAGE = 1 << 21  # arrays begin at multiples, the first at 1 << 40
 SHARED_BASE = 1024  # the bytes below belong to the system
@@ -114,8 +116,7 @@ class Memory:
         written: False for an array whose contents nobody may rely on; it is filled with `POISON`.
         ValueError for one that is not contiguous.
         """
-        if not array.flags.c_contiguous:
-            raise ValueError(f"{name}: expected a C-contiguous array, got strides {array.strides}")
+        expect(name, array.flags.c_contiguous, "a C-contiguous array", f"strides {array.strides}")
         address = self.next
         if not written:
             array.reshape(-1).view(np.uint8)[:] = POISON

@@ -63,9 +63,8 @@ def compile(kernel: str | Path, *options: str) -> Binary:
         raise ValueError("kernel: expected an .entry (PTX) or a __global__ function (CUDA C++), got neither")
     if sys.platform == "darwin":
         raise RuntimeError("kernel: expected PTX text, got CUDA C++; it is compiled by NVRTC, which macOS has not")
-    for option in options:
-        if not isinstance(option, str):
-            raise TypeError(f"options: expected NVRTC's as text, got {type(option).__name__}")
+    if not all(isinstance(option, str) for option in options):
+        raise TypeError(f"options: expected NVRTC's as text, got {options}")
     reads_files = "include" in source or any("include" in option for option in options)
     return (_compiled.__wrapped__ if reads_files else _compiled)(name, source, options)
 
@@ -85,17 +84,13 @@ def text_of(kernel: Any) -> tuple[str, str]:
 @lru_cache(maxsize=64)
 def _compiled(name: str, source: str, options: tuple[str, ...]) -> Binary:
     library, places = _library()
-    beside = [Path(name).parent] if Path(name).is_absolute() else []
-    folders = [f"-I{folder}" for folder in (*beside, *places)]
     command = [sys.executable, "-P", __file__]  # -P: this folder's modules must not shadow others
-    told = json.dumps([library, name, source, [*OPTIONS, *options, *folders]])
+    told = json.dumps([library, name, source, [*OPTIONS, *options, *(f"-I{place}" for place in places)]])
     done = subprocess.run(command, check=False, input=told, capture_output=True, text=True)
-    if done.returncode < 0:
-        raise CompileError(f"{Path(name).name}: NVRTC crashed (signal {-done.returncode})")
     if done.returncode:
-        headers = "cannot open source file" in done.stderr
-        mend = "\nCUDA's own headers: pip install nvidia-cuda-runtime-cu12 nvidia-cuda-cccl-cu12" if headers else ""
-        raise CompileError(f"{Path(name).name}: {done.stderr}{mend}")
+        mend = "CUDA's own headers: pip install nvidia-cuda-runtime-cu12 nvidia-cuda-cccl-cu12"
+        said = done.stderr + mend * ("cannot open source file" in done.stderr)
+        raise CompileError(f"{Path(name).name}: {said or f'NVRTC crashed, signal {-done.returncode}'}")
     ptx, cubin, log = json.loads(done.stdout)
     return Binary(source, ptx, bytes.fromhex(cubin), log)
 
@@ -147,11 +142,9 @@ def _with_sources(log: str, ptx: str) -> str:
     lines, files = ptx.splitlines(), dict(re.findall(r'^\s*\.file\s+(\d+) "([^"]+)"', ptx, re.MULTILINE))
 
     def with_source(found: re.Match[str]) -> str:
-        before = "\n".join(lines[: (number := int(found[1]))])
-        places = re.findall(r"^\s*\.loc\s+(\d+) (\d+)", before, re.MULTILINE)
-        if not places or places[-1][0] not in files:
-            return found[0]
-        return f"{found[0]} ({Path(files[places[-1][0]]).name}:{places[-1][1]}: {lines[number - 1].strip()})"
+        before = lines[: int(found[1])]
+        file, line = re.findall(r"^\s*\.loc\s+(\d+) (\d+)", "\n".join(before), re.MULTILINE)[-1]
+        return f"{found[0]} ({Path(files[file]).name}:{line}: {before[-1].strip()})"
 
     return re.sub(r"ptx input, line (\d+)", with_source, log)
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ptxsim.arrays import Arrays
-from ptxsim.checks import integer
+from ptxsim.checks import expect, integer
 from ptxsim.cta import placed
 from ptxsim.declared import Pointee, elements
 from ptxsim.maps import TensorMap
@@ -61,14 +61,11 @@ def tensor_map(array: np.ndarray, box: Sequence[int], swizzle: int = 0) -> Array
 
     TypeError for no NumPy array, ValueError for what cuTensorMapEncodeTiled refuses.
     """
-    if not isinstance(array, np.ndarray):
-        raise TypeError(f"array: expected a NumPy array, got {type(array).__name__}")
-    if array.ndim and array.strides[-1] != array.itemsize:
-        raise ValueError(f"array: expected the last dimension contiguous, got strides {array.strides}")
-    if array.dtype.hasobject or not array.dtype.isnative:
-        raise TypeError(f"array: expected numbers in this computer's byte order, got {array.dtype}")
-    if not isinstance(box, Iterable):
-        raise TypeError(f"box: expected a size of each dimension, got {type(box).__name__}")
+    expect("array", isinstance(array, np.ndarray), "a NumPy array", type(array).__name__, TypeError)
+    contiguous = not array.ndim or array.strides[-1] == array.itemsize
+    expect("array", contiguous, "the last dimension contiguous", f"strides {array.strides}")
+    expect("array", _is_numbers(array), "numbers in this computer's byte order", array.dtype, TypeError)
+    expect("box", isinstance(box, Iterable), "a size of each dimension", type(box).__name__, TypeError)
     made = ArrayMap(array, tuple(integer("box", size) for size in box), integer("swizzle", swizzle))
     made.at(0)
     return made
@@ -87,10 +84,8 @@ def unwritten(array: np.ndarray) -> Unwritten:
     array: any that `run` takes; of a view, all that it views. A run overwrites its contents before it begins.
     TypeError for no NumPy array, ValueError for one that may not be written.
     """
-    if not isinstance(array, np.ndarray):
-        raise TypeError(f"array: expected a NumPy array, got {type(array).__name__}")
-    if not array.flags.writeable:
-        raise ValueError("array: expected one that may be written, got one that is only read")
+    expect("array", isinstance(array, np.ndarray), "a NumPy array", type(array).__name__, TypeError)
+    expect("array", array.flags.writeable, "one that may be written", "one that is only read")
     return Unwritten(array)
 
 
@@ -126,6 +121,7 @@ def run(
     for CUDA C++ on macOS, which has no NVRTC. PtxError for what ptxsim does not know, MachineError for what a kernel may not
     do, as an access out of bounds, Deadlock where no warp can go on; their ``report`` has the races found before.
     """
+    expect("progress", progress is None or callable(progress), "a function", type(progress).__name__, TypeError)
     arrays, how = _start(seed, most)
     arguments_of_run, launched = _launch(arrays, kernel, grid, block, arguments, shared, cluster, entry, options)
     return run_program(*arguments_of_run, **launched, **how, progress=progress)
@@ -155,17 +151,14 @@ def run_together(
     arrays, how = _start(seed, most)
     if resident is not None:
         how["resident"] = integer("resident", resident, least=1)
-    if not isinstance(streams, list | tuple) or not all(isinstance(stream, list | tuple) for stream in streams):
-        raise TypeError("streams: expected a list of each GPU's list of launches")
+    lists = isinstance(streams, list | tuple) and all(isinstance(stream, list | tuple) for stream in streams)
+    expect("streams", lists, "a list of each GPU's list of launches", repr(streams)[:80], TypeError)
     needed = {"kernel", "grid", "block", "arguments"}
     whole: dict[str, Any] = {"shared": 0, "cluster": 1, "entry": None, "options": ()}
     for launch in (launch for stream in streams for launch in stream):
-        if not isinstance(launch, Mapping):
-            raise TypeError(f"streams: expected each launch as a dict, got {type(launch).__name__}")
-        if not needed <= launch.keys() <= needed | whole.keys():
-            raise TypeError(
-                f"streams: expected launches of {sorted(needed)} and, if need be, {[*whole]}, got {[*launch]}"
-            )
+        expect("streams", isinstance(launch, Mapping), "each launch as a dict", type(launch).__name__, TypeError)
+        known = needed <= launch.keys() <= needed | whole.keys()
+        expect("streams", known, f"launches of {sorted(needed)} and, if need be, {[*whole]}", [*launch], TypeError)
     made = [[_launch(arrays, **{**whole, **launch}) for launch in stream] for stream in streams]
     return run_of_all(made, **how)
 
@@ -216,14 +209,12 @@ def _launch(
     """Arguments and options of `ptxsim.cta.Launch`, behind its world."""
     program, entry_name, declared = _program(kernel, entry, options)
     whole_grid, whole_block = _sizes("grid", grid), _sizes("block", block)
-    if prod(whole_block) > MOST_THREADS:
-        raise ValueError(f"block: expected at most {MOST_THREADS} threads, got {block}")
-    if integer("shared", shared, least=0) > MOST_SHARED:
-        raise ValueError(f"shared: expected at most {MOST_SHARED} bytes, got {shared}")
-    if integer("cluster", cluster, least=1) > MOST_OF_CLUSTER:
-        raise ValueError(f"cluster: expected at most {MOST_OF_CLUSTER} CTAs, got {cluster}")
-    if whole_grid[0] % cluster:
-        raise ValueError(f"grid: expected a multiple of the cluster's {cluster} CTAs, got {grid}")
+    expect("block", prod(whole_block) <= MOST_THREADS, f"at most {MOST_THREADS} threads", block)
+    expect("shared", integer("shared", shared, least=0) <= MOST_SHARED, f"at most {MOST_SHARED} bytes", shared)
+    expect(
+        "cluster", integer("cluster", cluster, least=1) <= MOST_OF_CLUSTER, f"at most {MOST_OF_CLUSTER} CTAs", cluster
+    )
+    expect("grid", whole_grid[0] % cluster == 0, f"a multiple of the cluster's {cluster} CTAs", grid)
     _check_limits(program, program.entry(entry_name), whole_block, shared, cluster)
     parameters, maps = _laid_out(arrays, program, entry_name, arguments, declared)
     launched = {"shared_bytes": shared, "cluster": cluster, "maps": maps}
@@ -232,20 +223,18 @@ def _launch(
 
 def _check_limits(program: Program, entry: Entry, block: tuple[int, ...], shared: int, cluster: int) -> None:
     """What the kernel itself says of its launch, and all of its shared memory."""
-    of_all = placed(program, entry, shared)[1]
-    if of_all > MOST_SHARED:
-        raise ValueError(
-            f"shared: expected at most {MOST_SHARED - of_all + shared} bytes beside {entry.name}'s own, got {shared}"
-        )
+    of_all, name = placed(program, entry, shared)[1], entry.name
+    expect(
+        "shared", of_all <= MOST_SHARED, f"at most {MOST_SHARED - of_all + shared} bytes beside {name}'s own", shared
+    )
     most, exactly, ctas = (entry.limits.get(name) for name in ("maxntid", "reqntid", "reqnctapercluster"))
-    if most and prod(block) > prod(most):
-        raise ValueError(f"block: expected at most {prod(most)} threads, as {entry.name}'s .maxntid says, got {block}")
-    if exactly and (*exactly, 1, 1)[:3] != (*block, 1, 1)[:3]:
-        raise ValueError(f"block: expected {exactly}, as {entry.name}'s .reqntid says, got {block}")
-    if ctas and prod(ctas) != cluster:
-        raise ValueError(
-            f"cluster: expected {prod(ctas)} CTAs, as {entry.name}'s .reqnctapercluster says, got {cluster}"
-        )
+    if most:
+        expect("block", prod(block) <= prod(most), f"at most {prod(most)} threads, as {name}'s .maxntid says", block)
+    if exactly:
+        same = (*exactly, 1, 1)[:3] == (*block, 1, 1)[:3]
+        expect("block", same, f"{exactly}, as {name}'s .reqntid says", block)
+    if ctas:
+        expect("cluster", prod(ctas) == cluster, f"{prod(ctas)} CTAs, as {name}'s .reqnctapercluster says", cluster)
 
 
 # --- The kernel --------------------------------------------------------------------------------------------------------------
@@ -253,10 +242,8 @@ def _check_limits(program: Program, entry: Entry, block: tuple[int, ...], shared
 
 def _program(kernel: Any, entry: str | None, options: Sequence[str]) -> tuple[Program, str, list[Pointee | None]]:
     """The program, its entry's name, and what its parameters point to as far as the source says."""
-    if not isinstance(entry, str | None):
-        raise TypeError(f"entry: expected a str or None, got {type(entry).__name__}")
-    if not isinstance(options, list | tuple):
-        raise TypeError(f"options: expected a list or a tuple, got {type(options).__name__}")
+    expect("entry", isinstance(entry, str | None), "a str or None", type(entry).__name__, TypeError)
+    expect("options", isinstance(options, list | tuple), "a list or a tuple", type(options).__name__, TypeError)
     if hasattr(kernel, "ptx"):
         text = kernel.ptx() if callable(kernel.ptx) else kernel.ptx
         entry = entry or getattr(kernel, "entry", None)
@@ -272,11 +259,9 @@ def _program(kernel: Any, entry: str | None, options: Sequence[str]) -> tuple[Pr
 
 def _sizes(name: str, value: int | tuple[int, ...]) -> tuple[int, ...]:
     sizes = value if isinstance(value, tuple) else (value,)
-    if not 1 <= len(sizes) <= 3:
-        raise ValueError(f"{name}: expected one to three sizes, got {value}")
+    expect(name, 1 <= len(sizes) <= 3, "one to three sizes", value)
     for size, most in zip(sizes, MOST_OF[name], strict=False):
-        if integer(name, size, least=1) > most:
-            raise ValueError(f"{name}: expected at most {MOST_OF[name]}, got {value}")
+        expect(name, integer(name, size, least=1) <= most, f"at most {MOST_OF[name]}", value)
     return tuple(map(int, sizes))
 
 
@@ -288,10 +273,9 @@ def _laid_out(
 ) -> tuple[bytes, dict[int, TensorMap]]:
     """The bytes of all parameters, and tensor maps by their offsets in these."""
     taken = program.entry(entry)
-    if not isinstance(arguments, list | tuple):
-        raise TypeError(f"arguments: expected a list or a tuple, got {type(arguments).__name__}")
-    if len(arguments) != len(taken.parameters):
-        raise ValueError(f"arguments: expected {len(taken.parameters)} for {entry}, got {len(arguments)}")
+    expect("arguments", isinstance(arguments, list | tuple), "a list or a tuple", type(arguments).__name__, TypeError)
+    count = len(taken.parameters)
+    expect("arguments", len(arguments) == count, f"{count} for {entry}", len(arguments))
     data, maps = bytearray(taken.parameter_bytes), dict[int, TensorMap]()
     declared = declared if len(declared) == len(arguments) else [None] * len(arguments)
     for number, (value, parameter, element) in enumerate(zip(arguments, taken.parameters, declared, strict=True)):
@@ -302,11 +286,10 @@ def _laid_out(
             if isinstance(array := member.array if isinstance(member, ArrayMap) else member, np.ndarray) and array.ndim:
                 _check_array(name, array, contiguous=array is member)
                 arrays.address(array, f"argument {number}" + f", member {place}" * struct, written=member is given)
-                alone = array is member and not struct
-                if alone and parameter.kind == "f64":
-                    raise TypeError(f"{name}: expected a number, got an array, which is an address")
-                if alone and element and not element.holds(array.dtype):
-                    raise TypeError(f"{name}: expected an array of {element}, got {array.dtype}")
+                if array is member and not struct:
+                    expect(name, parameter.kind != "f64", "a number", "an array, which is an address", TypeError)
+                    right = not element or element.holds(array.dtype)
+                    expect(name, right, f"an array of {element}", array.dtype, TypeError)
             one, alignment = _bytes(arrays, name, member, None if struct else parameter)
             made += bytes(-len(made) % alignment)
             if isinstance(member, ArrayMap):
@@ -314,25 +297,25 @@ def _laid_out(
             made += one
             whole = max(whole, alignment)
         made += bytes(-len(made) % whole)
-        if len(made) != parameter.size:
-            raise ValueError(f"{name}: expected {parameter.size} bytes, got {len(made)}")
+        expect(name, len(made) == parameter.size, f"{parameter.size} bytes", len(made))
         data[parameter.offset : parameter.offset + parameter.size] = made
     return bytes(data), maps
 
 
+def _is_numbers(array: np.ndarray) -> bool:
+    return array.dtype.isnative and not array.dtype.hasobject
+
+
 def _check_array(name: str, array: np.ndarray, contiguous: bool) -> None:
     """Kernels have an array's memory, and no more of it than its address."""
-    if array.dtype.hasobject or not array.dtype.isnative:
-        raise TypeError(f"{name}: expected an array of numbers in this computer's byte order, got {array.dtype}")
-    if contiguous and not array.flags.c_contiguous:
-        raise ValueError(f"{name}: expected a C-contiguous array, got strides {array.strides} of {list(array.shape)}")
+    expect(name, _is_numbers(array), "an array of numbers in this computer's byte order", array.dtype, TypeError)
+    lies = f"strides {array.strides} of {list(array.shape)}"
+    expect(name, array.flags.c_contiguous or not contiguous, "a C-contiguous array", lies)
     root: Any = array
     while isinstance(root.base, np.ndarray):
         root = root.base
-    if root.flags.writeable and not array.flags.writeable:
-        raise ValueError(
-            f"{name}: expected an array that may be written, or a copy: it is only read, and what it views is not"
-        )
+    written = array.flags.writeable or not root.flags.writeable
+    expect(name, written, "an array that may be written, or a copy", "one that is only read, a view of one that is not")
 
 
 def _bytes(arrays: Arrays, name: str, value: Any, parameter: EntryParameter | None) -> tuple[bytes, int]:
@@ -351,20 +334,17 @@ def _bytes(arrays: Arrays, name: str, value: Any, parameter: EntryParameter | No
     kind, size = parameter.kind, parameter.size
     given = np.asarray(value)
     real, whole = kind.startswith("f"), kind[0] in "us"
-    if not given.dtype.isnative:
-        raise TypeError(f"{name}: expected this computer's byte order, got {given.dtype}")
-    if kind == "b8" and size > 1:
-        raise TypeError(f"{name}: expected a struct, as bytes, a NumPy void or a tuple, got {value!r}")
-    if (whole and given.dtype.kind == "f") or (real and given.dtype.kind not in "iuf"):
-        raise TypeError(f"{name}: expected {'a number' if real else 'an int'}, got {value!r}")
+    expect(name, given.dtype.isnative, "this computer's byte order", given.dtype, TypeError)
+    expect(name, kind != "b8" or size == 1, "a struct, as bytes, a NumPy void or a tuple", repr(value), TypeError)
+    fits = given.dtype.kind in "iuf" if real else given.dtype.kind != "f" or not whole
+    expect(name, fits, "a number" if real else "an int", repr(value), TypeError)
     if isinstance(value, np.generic | np.ndarray):
-        if given.itemsize != size or (real and given.dtype.kind != "f"):
-            raise TypeError(f"{name}: expected a NumPy number of its type, got {value!r} ({given.dtype})")
+        fits = given.itemsize == size and (given.dtype.kind == "f" or not real)
+        expect(name, fits, "a NumPy number of its type", f"{value!r} ({given.dtype})", TypeError)
         return given.tobytes(), 1
-    if real and math.isfinite(value) and abs(value) > np.finfo(f"f{size}").max:
-        raise ValueError(f"{name}: expected a number of {size} bytes, got {value}")
     if real or isinstance(value, float):
+        fits = not real or not math.isfinite(value) or bool(abs(value) <= np.finfo(f"f{size}").max)
+        expect(name, fits, f"a number of {size} bytes", value)
         return np.array(value, f"f{size}").tobytes(), 1
-    if not -(2 ** (8 * size - 1)) <= value < 2 ** (8 * size):
-        raise ValueError(f"{name}: expected an int of {size} bytes, got {value}")
+    expect(name, -(2 ** (8 * size - 1)) <= value < 2 ** (8 * size), f"an int of {size} bytes", value)
     return (value % 2 ** (8 * size)).to_bytes(size, "little"), 1

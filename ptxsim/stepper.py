@@ -13,7 +13,7 @@ import numpy as np
 
 from ptxsim import matrices
 from ptxsim.barriers import Mbarrier
-from ptxsim.checks import integer
+from ptxsim.checks import expect, integer
 from ptxsim.memory import IN_WINDOW, SHARED_BASE, WINDOW
 from ptxsim.operands import registers_of
 from ptxsim.ptx import Statement
@@ -114,12 +114,12 @@ class Stepper:
     def shared(self, begin: int, size: int, cta: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Bytes of a CTA's shared memory, uint8 (size,), and which of them somebody wrote, bool. ValueError beyond its end."""
         block = self._warp(0, cta).cta.shared
-        if not 0 <= begin <= begin + size <= block.size:
-            raise ValueError(f"begin, size: expected bytes below {block.size}, got {begin} to {begin + size}")
+        inside = 0 <= begin <= begin + size <= block.size
+        expect("begin, size", inside, f"bytes below {block.size}", f"{begin} to {begin + size}")
         return block.bytes[begin : begin + size].copy(), block.written[begin : begin + size].copy()
 
     def stage(self, layout: Any, begin: int = 0, cta: int = 0) -> Any:
-        """An operand in a stage as a picture. layout: of `blazeproto.lab.swizzle`.  begin: of the stage, in shared memory."""
+        """What a layout makes of a stage. layout: has start, bytes, holding(data, written).  begin: of the stage."""
         return layout.holding(*self.shared(begin + layout.start, layout.bytes, cta))
 
     def accumulators(self, warpgroup: int = 0, cta: int = 0) -> dict[str, np.ndarray]:
@@ -160,8 +160,7 @@ class Stepper:
 
 def _index(name: str, value: int, count: int, of: str = "") -> int:
     """``value``, of an argument of this name, where it is one of so many."""
-    if not 0 <= integer(name, value) < count:
-        raise ValueError(f"{name}: expected 0 to {count - 1}{of}, got {value}")
+    expect(name, 0 <= integer(name, value) < count, f"0 to {count - 1}{of}", value)
     return value
 
 

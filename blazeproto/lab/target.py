@@ -50,6 +50,16 @@ class Machine(Arrays):
         self.programs: dict[str, Program] = {}
         self.held: list[Held] | None = None  # launches, where they wait
 
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return self.add(np.zeros(shape, dtype))
+
+    def clear(self, address: int, size: int) -> None:
+        block = self.memory.block(address, size)
+        assert block is not None
+        begin = address - block.address
+        block.bytes[begin : begin + size] = 0
+        block.wrote(slice(begin, begin + size))
+
     def launch(
         self,
         kernel: Any,

@@ -85,7 +85,7 @@ def test_what_cp_async_copies_of_nobody_s_bytes() -> None:
     body = """__shared__ alignas(16) int s[128]; copy(s + threadIdx.x * 4, x + threadIdx.x * 4); COMMIT; WAIT(0);
     o[threadIdx.x] = s[threadIdx.x * 4];"""
     arrays = Arrays()
-    given, out = arrays.empty((128,), np.int32), arrays.zeros((32,), np.int32)
+    given, out = arrays.empty((128,), np.int32), zeros(32)
     parameters = b"".join(arrays.address(array).to_bytes(8, "little") for array in (out, given))
     with pytest.raises(MachineError, match="nobody wrote"):
         run_program(Program.read(ptxsim.compile(cuda(body)).ptx), None, (1,), (32,), parameters, memory=arrays.memory)

@@ -108,6 +108,21 @@ def test_the_package_is_the_wheel(fresh: Environment) -> None:
         assert place.startswith(str(fresh.folder))
 
 
+def test_the_tests_of_ptxsim_need_it_and_pytest_alone(built: Path, tmp_path: Path) -> None:
+    """A wheel of its own, in an environment without torch, CuPy, Numba and blazeproto."""
+    made = Environment(tmp_path)
+    shutil.copytree(pages.ROOT / "ptxsim" / "tests", tmp_path / "tests")
+    shutil.copy(pages.ROOT / "ptxsim" / "pyproject.toml", tmp_path)
+    shutil.copy(pages.ROOT / "ptxsim" / "README.md", tmp_path)
+    wheel = built / f"{SIMULATOR}-py3-none-any.whl"
+    settings = os.environ.get("HOME", str(tmp_path))  # pip's
+    made.run(f"{sys.executable} -m venv .venv")
+    if "No matching distribution" in made.here(f"pip install -q '{wheel}[test]' 2>&1 || true", HOME=settings):
+        pytest.skip("needs a package index")
+    assert {"torch", "cupy-cuda12x", "numba-cuda", "blazeproto"}.isdisjoint(made.here("pip list").split())
+    made.here("python -m pytest -q")
+
+
 def test_doctor_has_nothing_to_mend(fresh: Environment) -> None:
     said = fresh.here("python -m blazeproto doctor")
     assert "To mend it" not in said and "missing" not in said
