@@ -210,8 +210,8 @@ def _tma(instruction: Statement, step: Compiled) -> Run:
                 raise step.error(warp, f"no tensor map there: {warp.cta.describe(place)}")
             moved = maps.transfer(box, corner, start)
             ranks = [rank for rank in range(16) if mask >> rank & 1] if multicast else [start >> WINDOW]
-            if not ranks or ranks[-1] >= there:
-                raise step.error(warp, f"expected ranks of the cluster's {there} CTAs, got {ranks}")
+            outside = not ranks or ranks[-1] >= there
+            step.refuse(warp, outside, f"expected ranks of the cluster's {there} CTAs, got {ranks}")
             if load:
                 _issue_load(warp, step, box, moved, ranks, signalled)
             else:
@@ -248,8 +248,7 @@ def _issue_load(warp: Warp, step: Compiled, box: Any, moved: Any, ranks: list[in
 
     def write(number: int) -> None:
         rank, one, order = ranks[number], barriers[number], made.orders[number]
-        if warp.cta.gone(rank << WINDOW):
-            raise step.error(warp, f"a load for rank {rank} of the cluster, which has ended")
+        step.refuse(warp, warp.cta.gone(rank << WINDOW), f"a load for rank {rank} of the cluster, which has ended")
         there = (places & IN_WINDOW) + (rank << WINDOW)
         target, offsets, index = _within(warp, step, box, warp.cta.cluster.ctas[rank].shared, there, size)
         races.write(target, offsets, size, made, step, order)
@@ -273,8 +272,7 @@ def _issue_store(warp: Warp, lane: int, step: Compiled, box: Any, moved: Any) ->
     def read() -> None:
         shared, offsets, index = _within(warp, step, box, warp.cta.shared, places[inside], size)
         races.read(shared, offsets, size, made, step)
-        if not shared.written[index].all():
-            raise step.error(warp, "a TMA store of what nobody wrote")
+        step.refuse(warp, not shared.written[index].all(), "a TMA store of what nobody wrote")
         kept.append(shared.seen_by_async(index))
 
     def write() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ptxsim.memory import SCOPES, Semantics
 from ptxsim.operands import BOOL, UINT32, address, fetch, known, result
-from ptxsim.ptx import WORDS, Immediate, Nothing, PtxError, Statement
+from ptxsim.ptx import WORDS, Immediate, Nothing, Statement, require
 from ptxsim.warp import LANES, OTHER_LANES, Compiled, Run, Wait, Warp, plain
 
 LARGEST = (1 << 20) - 1  # arrivals, and bytes of transactions, that an mbarrier counts
@@ -139,8 +139,7 @@ def _expect_and_arrive(warp: Warp, step: Compiled, place: int, count: int) -> No
 def _by_lanes(act: Callable[[Warp, Compiled, int, int], None], instruction: Statement, step: Compiled) -> Run:
     """What one of these does, by each lane."""
     operands = list(instruction.operands)
-    if instruction.words[1] == "arrive" and not isinstance(operands.pop(0), Nothing):
-        raise PtxError("expected _ for the state")
+    require(instruction.words[1] != "arrive" or isinstance(operands.pop(0), Nothing), "expected _ for the state")
     at, number = address(step, operands[0]), known(step, [*operands, Immediate(1)][1], UINT32)
 
     def run(warp: Warp, running: np.ndarray | None) -> None:
@@ -163,8 +162,7 @@ def mbarrier_wait(instruction: Statement, step: Compiled) -> Run:
         lanes = warp.active(running)
         asked = list(zip(at(warp, lanes).tolist(), parity(warp, lanes).tolist(), strict=True))
         phases = {one: Phase(mbarrier_at(warp, step, one[0]), one[1]) for one in dict.fromkeys(asked)}
-        if max(parity for _, parity in phases) > 1:
-            raise step.error(warp, "expected a parity of 0 or 1")
+        step.refuse(warp, max(parity for _, parity in phases) > 1, "expected a parity of 0 or 1")
         missing = [phase for phase in phases.values() if not phase.over]
         waits = Wait(lambda: all(phase.over for phase in missing), missing[0], spinning) if missing else None
         if missing and not spinning:
@@ -198,15 +196,16 @@ def bar(instruction: Statement, step: Compiled) -> Run:
     target, vote = (result(instruction), fetch(operands[-1], BOOL)) if combine else (None, None)
     operands = operands[1:-1] if combine else operands
     for operand, unit, most in zip(operands, (1, LANES), (15, LARGEST), strict=False):
-        if isinstance(operand, Immediate) and (operand.value % unit or not 0 <= operand.value <= most):
-            raise PtxError("expected a barrier of 0 to 15, and a multiple of 32 threads")
+        require(
+            not isinstance(operand, Immediate) or operand.value in range(0, most + 1, unit),
+            "expected a barrier of 0 to 15, and a multiple of 32 threads",
+        )
     which, *counts = (fetch(operand, UINT32) for operand in operands)
 
     def single(warp: Warp, values: np.ndarray, lanes: np.ndarray, what: str) -> int:
         """The value that all lanes that run have."""
         chosen = values[lanes]
-        if (chosen != chosen[0]).any():
-            raise step.error(warp, f"lanes of one warp give different values for a barrier's {what}")
+        step.refuse(warp, len({*chosen}) > 1, f"lanes of one warp give different values for a barrier's {what}")
         return int(chosen[0])
 
     def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
@@ -222,8 +221,10 @@ def bar(instruction: Statement, step: Compiled) -> Run:
             return OTHER_LANES
         together = lanes if vote or how == "arrive" else lanes | warp.meet(kind)
         expected = single(warp, counts[0](warp), lanes, "threads") if counts else cta.threads
-        if named.arrived and named.expected != expected:
-            raise step.error(warp, f"barrier {place}: expected {named.expected} threads as others do, got {expected}")
+        agreed = named.expected if named.arrived else expected
+        step.refuse(
+            warp, expected != agreed, f"barrier {place}: expected {agreed} threads as others do, got {expected}"
+        )
         whole, full = not (warp.alive & ~together).any(), -(-expected // LANES) * LANES
         named.expected, now = expected, named.generation
         named.arrived += LANES if whole else int(together.sum())
@@ -231,8 +232,8 @@ def bar(instruction: Statement, step: Compiled) -> Run:
             named.votes += vote(warp)[lanes].tolist()
         cta.races.release(warp, named)
         cta.launch.world.changes += 1
-        if named.arrived > full:
-            raise step.error(warp, f"barrier {place}: {named.arrived} threads have arrived, {expected} were expected")
+        told = f"barrier {place}: {named.arrived} threads have arrived, {expected} were expected"
+        step.refuse(warp, named.arrived > full, told)
 
         def over() -> bool:
             ended = 0 if counts else LANES * cta.ended
@@ -268,8 +269,7 @@ def cluster_arrive(step: Compiled, warp: Warp, running: np.ndarray | None) -> No
 def cluster_wait(step: Compiled, warp: Warp, running: np.ndarray | None) -> Wait | None:
     """§9.7.13.4 barrier.cluster.wait"""
     cluster, mine = warp.cta.cluster, warp.arrivals
-    if not mine:
-        raise step.error(warp, "expected an arrival at the cluster's barrier before the wait")
+    step.refuse(warp, not mine, "expected an arrival at the cluster's barrier before the wait")
 
     def over() -> bool:
         return all(other.arrivals >= mine or other.done for other in cluster.warps)

@@ -14,7 +14,12 @@ def integer(name: str, value: Any, least: int | None = None) -> int:
 
     TypeError for anything else, ValueError below ``least``.
     """
-    whole = hasattr(value, "__index__") and not isinstance(value, bool | type) and not getattr(value, "ndim", False)
-    expect(name, whole, "an int", type(value).__name__, TypeError)
+    expect(
+        name,
+        hasattr(value, "__index__") and not isinstance(value, bool | type) and not getattr(value, "ndim", False),
+        "an int",
+        type(value).__name__,
+        TypeError,
+    )
     expect(name, least is None or value >= least, f"at least {least}", value)
     return int(value)

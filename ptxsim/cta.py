@@ -44,8 +44,12 @@ class Launch:
         name: str = "",
     ) -> None:
         of = self.entry = program.entry(entry)
-        size = of.parameter_bytes
-        expect("parameters", len(parameters) >= size, f"{size} bytes for {of.name}", len(parameters))
+        expect(
+            "parameters",
+            len(parameters) >= of.parameter_bytes,
+            f"{of.parameter_bytes} bytes for {of.name}",
+            len(parameters),
+        )
         self.world, self.program, self.shared_bytes, self.gpu, self.name = world, program, shared_bytes, gpu, name
         self.grid, self.block = (tuple([*size, 1, 1][:3]) for size in (grid, block))
         self.steps, self.cluster, self.count = compile_entry(of), cluster, int(np.prod(self.grid))
@@ -82,8 +86,7 @@ class Cta:
         self.place = np.unravel_index(index, launch.grid[::-1])[::-1]
         self.threads = int(np.prod(launch.block))
         symbols, size = placed(launch.program, launch.entry, launch.shared_bytes, rank)
-        self.symbols = launch.symbols | symbols
-        self.shared = shared_block(rank, size)
+        self.symbols, self.shared = launch.symbols | symbols, shared_block(rank, size)
         self.named, self.at_barrier = dict[int, Named](), dict[int, Named]()  # by number; by warp, of those that wait
         self.races: Any = launch.world.races
         self.groups: dict[Any, Groups] = defaultdict(Groups)  # by warp and kind

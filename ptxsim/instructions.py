@@ -11,7 +11,7 @@ from ptxsim import asynchronous, barriers, lanes, loads, wgmma
 from ptxsim.arithmetic import operation
 from ptxsim.opcodes import OPCODES
 from ptxsim.operands import lane_wise, vector_move
-from ptxsim.ptx import Entry, Line, PtxError, Statement, Vector
+from ptxsim.ptx import Entry, Line, PtxError, Statement, Vector, require
 from ptxsim.warp import Compiled, Run
 
 FAMILIES: dict[str, Callable[[Statement, Compiled], Run]] = {
@@ -55,6 +55,5 @@ def _compile(instruction: Statement) -> Compiled:
 def _family(words: tuple[str, ...]) -> Callable[[Statement, Compiled], Run] | None:
     prefixes = (".".join(words[:length]) for length in range(len(words), 0, -1))
     make = next((FAMILIES[prefix] for prefix in prefixes if prefix in FAMILIES), None)
-    if make and not OPCODES.fullmatch(".".join(words)):
-        raise PtxError("no such modifiers")
+    require(not make or OPCODES.fullmatch(".".join(words)), "no such modifiers")
     return make

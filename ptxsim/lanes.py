@@ -55,8 +55,7 @@ def shfl(instruction: Statement, step: Compiled) -> Run:
     a, (b, c) = fetch(given, UINT32), (fetch(operand, INT64) for operand in instruction.operands[2:4])
 
     def act(warp: Warp, running: np.ndarray | None, members: np.ndarray) -> None:
-        by, clamp = b(warp) & 31, c(warp) & 31
-        segment = c(warp) >> 8 & 31
+        by, clamp, segment = b(warp) & 31, c(warp) & 31, c(warp) >> 8 & 31
         lowest = LANE & segment
         bound = lowest | clamp & ~segment
         source = {"up": LANE - by, "down": LANE + by, "bfly": LANE ^ by, "idx": lowest | by & ~segment}[mode]

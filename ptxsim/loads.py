@@ -14,7 +14,7 @@ from ptxsim.arithmetic import Operation
 from ptxsim.floats import flushed
 from ptxsim.memory import IN_WINDOW, SYSTEM, WINDOW, Block, Semantics, bytes_at
 from ptxsim.operands import BOOL, UINT16, UINT32, Known, address, fetch, known, lane_wise, registers_of
-from ptxsim.ptx import BITS, WORDS, Nothing, Operand, PtxError, Register, Statement, Vector
+from ptxsim.ptx import BITS, WORDS, Nothing, Operand, Register, Statement, Vector, require
 from ptxsim.warp import LANE, LANES, NONE, Compiled, Run, Wait, Warp
 
 GLOBAL, SHARED = ("global", "param", "const"), ("shared", "shared::cta", "shared::cluster")
@@ -58,8 +58,7 @@ def _shape(instruction: Statement, operand: Operand) -> tuple[str, str, int, tup
     space = next((word for word in instruction.words if word in GLOBAL + SHARED), "")
     count = next((int(word[1:]) for word in instruction.words if re.fullmatch("[vx][124]", word)), 1)
     kind, parts = instruction.words[-1], operand.parts if isinstance(operand, Vector) else (operand,)
-    if len(parts) != count:
-        raise PtxError(f"expected {count} elements")
+    require(len(parts) == count, f"expected {count} elements")
     return space, kind, BITS[kind] // 8, parts
 
 

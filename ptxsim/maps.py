@@ -80,11 +80,20 @@ def transfer(
     Raises Refusal for a wrong number of coordinates and a misaligned shared address.
     """
     shape, box, itemsize = tensor_map.shape, tensor_map.box, tensor_map.itemsize
-    rank, aligned = len(shape), shared_address % SHARED_ALIGNMENT == 0
     expect(
-        "coordinates", len(coordinates) == rank, f"{rank}, as the tensor map's dimensions", len(coordinates), Refusal
+        "coordinates",
+        len(coordinates) == len(shape),
+        f"{len(shape)}, as the tensor map's dimensions",
+        len(coordinates),
+        Refusal,
     )
-    expect("shared address of a tensor copy", aligned, "a multiple of 128", f"{shared_address:#x}", Refusal)
+    expect(
+        "shared address of a tensor copy",
+        shared_address % SHARED_ALIGNMENT == 0,
+        "a multiple of 128",
+        f"{shared_address:#x}",
+        Refusal,
+    )
     first = [int(c) for c in coordinates]
     past_edge = shape[0] * itemsize % CHUNK and first[0] + box[0] > shape[0]
     piece = itemsize if past_edge or first[0] * itemsize % CHUNK else CHUNK

@@ -84,9 +84,13 @@ def text_of(kernel: Any) -> tuple[str, str]:
 @lru_cache(maxsize=64)
 def _compiled(name: str, source: str, options: tuple[str, ...]) -> Binary:
     library, places = _library()
-    command = [sys.executable, "-P", __file__]  # -P: this folder's modules must not shadow others
-    told = json.dumps([library, name, source, [*OPTIONS, *options, *(f"-I{place}" for place in places)]])
-    done = subprocess.run(command, check=False, input=told, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-P", __file__],  # -P: this folder's modules must not shadow others
+        input=json.dumps([library, name, source, [*OPTIONS, *options, *(f"-I{place}" for place in places)]]),
+        check=False,
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
         mend = "CUDA's own headers: pip install nvidia-cuda-runtime-cu12 nvidia-cuda-cccl-cu12"
         said = done.stderr + mend * ("cannot open source file" in done.stderr)

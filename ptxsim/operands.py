@@ -19,6 +19,7 @@ from ptxsim.ptx import (
     Statement,
     Symbol,
     Vector,
+    require,
 )
 from ptxsim.warp import LANE, LANES, NONE, Compiled, Run, Warp
 
@@ -74,15 +75,13 @@ def fetch(operand: Operand, dtype: np.dtype) -> Fetch:
             if dtype == unsigned:
                 return lambda warp: warp.registers[index]
             return lambda warp: warp.registers[index].view(dtype)
-        if operand.bits == 1 or width == 1:
-            raise PtxError(f"operand: expected {dtype}, got a register of {operand.bits} bits")
+        require(1 not in (operand.bits, width), f"operand: expected {dtype}, got a register of {operand.bits} bits")
         return lambda warp: warp.registers[index].astype(unsigned).view(dtype)
     if isinstance(operand, Immediate):
         constant = np.full(LANES, operand.value % (1 << width) if width > 1 else operand.value, unsigned).view(dtype)
         return lambda warp: constant
     if isinstance(operand, Special):
-        if operand.name not in SPECIAL:
-            raise PtxError(f"operand: unknown special register %{operand.name}")
+        require(operand.name in SPECIAL, f"operand: unknown special register %{operand.name}")
         special = SPECIAL[operand.name]
         return lambda warp: np.broadcast_to(np.asarray(special(warp)), (LANES,)).astype(dtype)
     if isinstance(operand, Symbol):
@@ -124,11 +123,13 @@ def lane_wise(instruction: Statement, known: Operation | None) -> Run:
     if known is None:
         raise PtxError("no such opcode")
     (register, bits), sources = result(instruction), instruction.operands[1:]
-    if len(sources) != len(known.sources) or isinstance(instruction.operands[0], Pair):
-        raise PtxError(f"expected one result and {len(known.sources)} operands, got {len(instruction.operands)}")
+    count, right = len(known.sources), not isinstance(instruction.operands[0], Pair)
+    require(
+        right and len(sources) == count, f"expected one result and {count} operands, got {len(instruction.operands)}"
+    )
     kinds = zip(instruction.operands, (known.result, *known.sources), strict=True)
-    if any(isinstance(one, Register) and WORDS[one.bits].itemsize < kind.itemsize for one, kind in kinds):
-        raise PtxError("expected registers of the type's size")  # §9.4
+    small = (one for one, kind in kinds if isinstance(one, Register) and WORDS[one.bits].itemsize < kind.itemsize)
+    require(not any(small), "expected registers of the type's size")  # §9.4
     fetches = [fetch(source, dtype) for source, dtype in zip(sources, known.sources, strict=True)]
     read, function, word = registers_of(Vector(sources)), known.function, WORDS[bits]
     same = known.result.itemsize == word.itemsize  # else widened, as a signed number where it is one

@@ -62,8 +62,12 @@ def tensor_map(array: np.ndarray, box: Sequence[int], swizzle: int = 0) -> Array
     TypeError for no NumPy array, ValueError for what cuTensorMapEncodeTiled refuses.
     """
     expect("array", isinstance(array, np.ndarray), "a NumPy array", type(array).__name__, TypeError)
-    contiguous = not array.ndim or array.strides[-1] == array.itemsize
-    expect("array", contiguous, "the last dimension contiguous", f"strides {array.strides}")
+    expect(
+        "array",
+        array.strides[-1:] in ((), (array.itemsize,)),
+        "the last dimension contiguous",
+        f"strides {array.strides}",
+    )
     expect("array", _is_numbers(array), "numbers in this computer's byte order", array.dtype, TypeError)
     expect("box", isinstance(box, Iterable), "a size of each dimension", type(box).__name__, TypeError)
     made = ArrayMap(array, tuple(integer("box", size) for size in box), integer("swizzle", swizzle))
@@ -151,14 +155,24 @@ def run_together(
     arrays, how = _start(seed, most)
     if resident is not None:
         how["resident"] = integer("resident", resident, least=1)
-    lists = isinstance(streams, list | tuple) and all(isinstance(stream, list | tuple) for stream in streams)
-    expect("streams", lists, "a list of each GPU's list of launches", repr(streams)[:80], TypeError)
+    expect(
+        "streams",
+        isinstance(streams, list | tuple) and all(isinstance(stream, list | tuple) for stream in streams),
+        "a list of each GPU's list of launches",
+        repr(streams)[:80],
+        TypeError,
+    )
     needed = {"kernel", "grid", "block", "arguments"}
     whole: dict[str, Any] = {"shared": 0, "cluster": 1, "entry": None, "options": ()}
     for launch in (launch for stream in streams for launch in stream):
         expect("streams", isinstance(launch, Mapping), "each launch as a dict", type(launch).__name__, TypeError)
-        known = needed <= launch.keys() <= needed | whole.keys()
-        expect("streams", known, f"launches of {sorted(needed)} and, if need be, {[*whole]}", [*launch], TypeError)
+        expect(
+            "streams",
+            needed <= launch.keys() <= needed | whole.keys(),
+            f"launches of {sorted(needed)} and, if need be, {[*whole]}",
+            [*launch],
+            TypeError,
+        )
     made = [[_launch(arrays, **{**whole, **launch}) for launch in stream] for stream in streams]
     return run_of_all(made, **how)
 
@@ -217,8 +231,10 @@ def _launch(
     expect("grid", whole_grid[0] % cluster == 0, f"a multiple of the cluster's {cluster} CTAs", grid)
     _check_limits(program, program.entry(entry_name), whole_block, shared, cluster)
     parameters, maps = _laid_out(arrays, program, entry_name, arguments, declared)
-    launched = {"shared_bytes": shared, "cluster": cluster, "maps": maps}
-    return (program, entry_name, whole_grid, whole_block, parameters), launched
+    return (
+        (program, entry_name, whole_grid, whole_block, parameters),
+        {"shared_bytes": shared, "cluster": cluster, "maps": maps},
+    )
 
 
 def _check_limits(program: Program, entry: Entry, block: tuple[int, ...], shared: int, cluster: int) -> None:
@@ -231,8 +247,7 @@ def _check_limits(program: Program, entry: Entry, block: tuple[int, ...], shared
     if most:
         expect("block", prod(block) <= prod(most), f"at most {prod(most)} threads, as {name}'s .maxntid says", block)
     if exactly:
-        same = (*exactly, 1, 1)[:3] == (*block, 1, 1)[:3]
-        expect("block", same, f"{exactly}, as {name}'s .reqntid says", block)
+        expect("block", (*exactly, 1, 1)[:3] == (*block, 1, 1)[:3], f"{exactly}, as {name}'s .reqntid says", block)
     if ctas:
         expect("cluster", prod(ctas) == cluster, f"{prod(ctas)} CTAs, as {name}'s .reqnctapercluster says", cluster)
 
@@ -274,8 +289,12 @@ def _laid_out(
     """The bytes of all parameters, and tensor maps by their offsets in these."""
     taken = program.entry(entry)
     expect("arguments", isinstance(arguments, list | tuple), "a list or a tuple", type(arguments).__name__, TypeError)
-    count = len(taken.parameters)
-    expect("arguments", len(arguments) == count, f"{count} for {entry}", len(arguments))
+    expect(
+        "arguments",
+        len(arguments) == len(taken.parameters),
+        f"{len(taken.parameters)} for {entry}",
+        len(arguments),
+    )
     data, maps = bytearray(taken.parameter_bytes), dict[int, TensorMap]()
     declared = declared if len(declared) == len(arguments) else [None] * len(arguments)
     for number, (value, parameter, element) in enumerate(zip(arguments, taken.parameters, declared, strict=True)):
@@ -288,8 +307,13 @@ def _laid_out(
                 arrays.address(array, f"argument {number}" + f", member {place}" * struct, written=member is given)
                 if array is member and not struct:
                     expect(name, parameter.kind != "f64", "a number", "an array, which is an address", TypeError)
-                    right = not element or element.holds(array.dtype)
-                    expect(name, right, f"an array of {element}", array.dtype, TypeError)
+                    expect(
+                        name,
+                        not element or element.holds(array.dtype),
+                        f"an array of {element}",
+                        array.dtype,
+                        TypeError,
+                    )
             one, alignment = _bytes(arrays, name, member, None if struct else parameter)
             made += bytes(-len(made) % alignment)
             if isinstance(member, ArrayMap):
@@ -309,13 +333,21 @@ def _is_numbers(array: np.ndarray) -> bool:
 def _check_array(name: str, array: np.ndarray, contiguous: bool) -> None:
     """Kernels have an array's memory, and no more of it than its address."""
     expect(name, _is_numbers(array), "an array of numbers in this computer's byte order", array.dtype, TypeError)
-    lies = f"strides {array.strides} of {list(array.shape)}"
-    expect(name, array.flags.c_contiguous or not contiguous, "a C-contiguous array", lies)
+    expect(
+        name,
+        array.flags.c_contiguous or not contiguous,
+        "a C-contiguous array",
+        f"strides {array.strides} of {list(array.shape)}",
+    )
     root: Any = array
     while isinstance(root.base, np.ndarray):
         root = root.base
-    written = array.flags.writeable or not root.flags.writeable
-    expect(name, written, "an array that may be written, or a copy", "one that is only read, a view of one that is not")
+    expect(
+        name,
+        array.flags.writeable or not root.flags.writeable,
+        "an array that may be written, or a copy",
+        "one that is only read, a view of one that is not",
+    )
 
 
 def _bytes(arrays: Arrays, name: str, value: Any, parameter: EntryParameter | None) -> tuple[bytes, int]:
@@ -331,16 +363,20 @@ def _bytes(arrays: Arrays, name: str, value: Any, parameter: EntryParameter | No
     if parameter is None or not isinstance(value, int | float | np.generic | np.ndarray):
         expected = "an array, a NumPy number or a tensor_map" + (", or a number or a struct" if parameter else "")
         raise TypeError(f"{name}: expected {expected}, got {type(value).__name__}")
-    kind, size = parameter.kind, parameter.size
-    given = np.asarray(value)
+    kind, size, given = parameter.kind, parameter.size, np.asarray(value)
     real, whole = kind.startswith("f"), kind[0] in "us"
     expect(name, given.dtype.isnative, "this computer's byte order", given.dtype, TypeError)
     expect(name, kind != "b8" or size == 1, "a struct, as bytes, a NumPy void or a tuple", repr(value), TypeError)
     fits = given.dtype.kind in "iuf" if real else given.dtype.kind != "f" or not whole
     expect(name, fits, "a number" if real else "an int", repr(value), TypeError)
     if isinstance(value, np.generic | np.ndarray):
-        fits = given.itemsize == size and (given.dtype.kind == "f" or not real)
-        expect(name, fits, "a NumPy number of its type", f"{value!r} ({given.dtype})", TypeError)
+        expect(
+            name,
+            given.itemsize == size and (given.dtype.kind == "f" or not real),
+            "a NumPy number of its type",
+            f"{value!r} ({given.dtype})",
+            TypeError,
+        )
         return given.tobytes(), 1
     if real or isinstance(value, float):
         fits = not real or not math.isfinite(value) or bool(abs(value) <= np.finfo(f"f{size}").max)

@@ -28,6 +28,12 @@ class PtxError(ValueError):
     """Text that the machine can't run; it names what and the line."""
 
 
+def require(right: object, what: str) -> None:
+    """PtxError that says ``what``, unless it is right."""
+    if not right:
+        raise PtxError(what)
+
+
 class Register(NamedTuple):
     place: int  # among the entry's
     bits: int
@@ -173,9 +179,8 @@ class Program:
         """By its name; the only one where none is given. PtxError where there is no such."""
         if name is None and len(self.entries) == 1:
             return next(iter(self.entries.values()))
-        if name not in self.entries:
-            raise PtxError(f"entry: expected one of {', '.join(self.entries)}, got {name!r}")
-        return self.entries[name]
+        require(name in self.entries, f"entry: expected one of {', '.join(self.entries)}, got {name!r}")
+        return self.entries[str(name)]
 
 
 _IGNORED = re.compile(rf"\.(?:{'|'.join((*IGNORED, *LIMITS))})\b")
@@ -220,8 +225,7 @@ class _Reader:
             self._take(_BREAK.sub(" ", statement[0].rstrip(";").strip()))
         if self.entry or body[end:].strip(" \t\n;"):
             raise self.fail("the text ends in", body[end:])
-        if not self.program.entries:
-            raise PtxError("text: expected PTX with an .entry, got none")
+        require(self.program.entries, "text: expected PTX with an .entry, got none")
         return self.program
 
     def _take(self, text: str) -> None:

@@ -107,15 +107,18 @@ class Stepper:
 
     def barriers(self, cta: int = 0) -> dict[int, Mbarrier]:
         """A CTA's mbarriers, by their place in its shared memory. ValueError for a CTA that there is not."""
-        rank = self._warp(0, cta).cta.rank
-        known = self._schedule.clusters[0].mbarriers
+        rank, known = self._warp(0, cta).cta.rank, self._schedule.clusters[0].mbarriers
         return {(at & IN_WINDOW) - SHARED_BASE: known[at] for at in sorted(known) if at >> WINDOW == rank}
 
     def shared(self, begin: int, size: int, cta: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Bytes of a CTA's shared memory, uint8 (size,), and which of them somebody wrote, bool. ValueError beyond its end."""
         block = self._warp(0, cta).cta.shared
-        inside = 0 <= begin <= begin + size <= block.size
-        expect("begin, size", inside, f"bytes below {block.size}", f"{begin} to {begin + size}")
+        expect(
+            "begin, size",
+            0 <= begin <= begin + size <= block.size,
+            f"bytes below {block.size}",
+            f"{begin} to {begin + size}",
+        )
         return block.bytes[begin : begin + size].copy(), block.written[begin : begin + size].copy()
 
     def stage(self, layout: Any, begin: int = 0, cta: int = 0) -> Any:
@@ -137,8 +140,7 @@ class Stepper:
         KeyError for a name that there is not, ValueError for a warpgroup that there is not.
         """
         first = self._warp(WARPS * warpgroup, cta)
-        names = first.cta.launch.entry.names
-        of = first.cta.warps[first.number : first.number + WARPS]
+        names, of = first.cta.launch.entry.names, first.cta.warps[first.number : first.number + WARPS]
         places = [dict(zip(names, range(len(names)), strict=True))[name] for name in registers]
         return matrices.fragment_to_matrix(
             np.array([[warp.registers[place] for place in places] for warp in of]).view(np.float32)

@@ -194,10 +194,10 @@ class Compiled:
             warp.go(warp.pc + 1)
         return wait
 
-    def refuse(self, warp: Warp, lanes: np.ndarray, what: str) -> None:
-        """Raises where there are such lanes, with the first of them."""
-        if lanes.any():
-            raise self.error(warp, what, lanes.argmax())
+    def refuse(self, warp: Warp, wrong: np.ndarray | bool, what: str) -> None:
+        """Raises where something is wrong: True, or lanes, of which it names the first."""
+        if wrong is not False and np.any(wrong):
+            raise self.error(warp, what, wrong.argmax() if isinstance(wrong, np.ndarray) else None)
 
     def error(self, warp: Warp, what: str, lane: Any = None) -> MachineError:
         where = "" if lane is None else f", lane {lane}"

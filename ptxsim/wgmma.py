@@ -14,7 +14,7 @@ from ptxsim import matrices
 from ptxsim.asynchronous import Transaction
 from ptxsim.memory import SHARED_BASE, bytes_at
 from ptxsim.operands import BOOL, UINT8, UINT16, UINT64, known, registers_of
-from ptxsim.ptx import PtxError, Statement, Vector
+from ptxsim.ptx import PtxError, Statement, Vector, require
 from ptxsim.warp import ALL, LANE, LANES, Compiled, Run, Wait, Warp, plain
 
 WARPS = 4
@@ -102,8 +102,7 @@ def _multiply(instruction: Statement, step: Compiled) -> Run:
     )
     depth = BYTES // word.itemsize
     scale_a, scale_b, *transposed = (one.value for one in immediates)  # type: ignore[union-attr]
-    if (scale_a, scale_b) != (1, 1):
-        raise PtxError("expected no negated operand")
+    require((scale_a, scale_b) == (1, 1), "expected no negated operand")
     registers, n = registers_of(d), int(instruction.words[4].removeprefix("m64n").removesuffix(f"k{depth}"))
     sized = len(registers) == n // 2 and len(transposed) == (2 if depth == 16 else 0)
     if n % 8 or not 8 <= n <= 256 or not isinstance(d, Vector) or not sized:
@@ -141,14 +140,13 @@ def _multiply(instruction: Statement, step: Compiled) -> Run:
             act = partial(happen, warp, [matrices.Descriptor.decode(word) for word in given])
             group.products.append(Multiplication(warp, step, group, act, (*given, adds)))
         product = group.products[number]
-        if product.given != (*given, adds) or any((values != values[0]).any() for values in lanes):
-            raise step.error(warp, "descriptors or a scale-d that differ between threads of a warpgroup")
+        differ = product.given != (*given, adds) or any((values != values[0]).any() for values in lanes)
+        step.refuse(warp, differ, "descriptors or a scale-d that differ between threads of a warpgroup")
         if product.step is not step:
             line = product.step.instruction.line
             raise step.error(warp, f"another wgmma than other warps of its warpgroup issue ({line})")
         fenced = warp.fenced and all(warp.registers[register] is warp.fenced[register] for register in registers)
-        if not (going_on or fenced):
-            raise step.error(warp, "accumulators that were written behind the last wgmma.fence")
+        step.refuse(warp, not (going_on or fenced), "accumulators that were written behind the last wgmma.fence")
         product.issued[mine] = None if adds else np.zeros((len(registers), LANES), np.float32)
         if adds and not going_on:
             step.refuse(warp, warp.unwritten_among(registers), "accumulators that nobody wrote")

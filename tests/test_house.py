@@ -254,7 +254,7 @@ def test_without_ptxsim_the_lab_says_how_to_get_it() -> None:
     assert "ImportError: ptxsim: expected" in done.stderr and "pip install ./ptxsim" in done.stderr
 
 
-CEILINGS = {"blazeproto/lab": 3031, "ptxsim": 2933}
+CEILINGS = {"blazeproto/lab": 3031, "ptxsim": 2900}
 """Statements of a folder, at most; tests are not counted. To raise one takes a line in docs/decisions.md."""
 
 
