@@ -108,7 +108,7 @@ class Line(NamedTuple):
         return f"{PurePath(lead[0]).name}:{lead[1]}{within}"
 
 
-WRAPPERS = ("ptx.cuh", "wgmma.cuh", "warp.py")
+WRAPPERS = ("ptx.cuh", "wgmma.cuh", "warp.py")  # files with an instruction a function, whose callers say more
 
 
 @dataclass

@@ -85,7 +85,7 @@ def test_the_sdist_has_the_repository(built: Path) -> None:
         names = {member.name.removeprefix(f"{STEM}/") for member in archive.getmembers()}
     here = Path(__file__).relative_to(ROOT).as_posix()
     assert {here, "pyproject.toml", "CHANGELOG.md", "Makefile", ".ci/run", "docs/decisions.md"} <= names
-    assert {"constraints.txt", ".github/workflows/test.yml"} <= names
+    assert {"constraints.txt", ".github/workflows/test.yml", "ptxsim/pyproject.toml"} <= names
     assert {"scripts/train_lm.py", "results/README.md", "blazeproto/gemm/cuda/up.cu"} <= names
     assert not [name for name in names if name.endswith(".pyc") or "__pycache__" in name]
 
