@@ -4,7 +4,7 @@
 # make newest    the integrations' tests, `full` ones too, on the newest releases, in an environment of their own (NEWEST)
 # make pins      what that environment has becomes constraints.txt, which every other environment follows
 # make families  the tests of every family of transformers; results/cpu/families.log keeps a line of each
-# make lint      ruff, and mypy on the package and the scripts
+# make lint      ruff, and mypy on the packages and the scripts
 # make site      the documentation, built strictly into site/; what CI runs after the tests
 # make bench     the layer against its peers (an H200 or H100)
 # make clean     remove the environments (VENV and NEWEST, if they are some) and caches; runs/ stays
@@ -83,8 +83,8 @@ bench: ready
 
 # The environment is made again where what it is made of is newer.
 ready:
-	@test -z "$$VENV" || test "$$VENV/.ready" -nt pyproject.toml -a "$$VENV/.ready" -nt constraints.txt \
-		|| $(MAKE) --no-print-directory environment
+	@test -z "$$VENV" || test "$$VENV/.ready" -nt pyproject.toml -a "$$VENV/.ready" -nt ptxsim/pyproject.toml \
+		-a "$$VENV/.ready" -nt constraints.txt || $(MAKE) --no-print-directory environment
 
 ready-for-tests: ready
 	@test -z "$$VENV" || test "$$VENV/.ready-for-tests" -nt "$$VENV/.ready" || $(MAKE) --no-print-directory tools
@@ -96,7 +96,7 @@ environment:
 	@"$$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=...")'
 	"$$PYTHON" -m venv "$$VENV"
 	$(PIP) $(TORCH)
-	$(PIP) -e '.[$(EXTRA),lab]'
+	$(PIP) -e ./ptxsim -e '.[$(EXTRA),lab]'
 	@touch "$$VENV/.ready"
 
 # torchtitan without its dependencies: its MoE block imports two of them, which the extra dev has.
@@ -115,5 +115,5 @@ clean:
 	elif [[ ! -f $$made/pyvenv.cfg ]]; then echo "$$made stays: it is no virtual environment"; \
 	elif [[ "$$(pwd -P)/" == "$$(cd "$$made" && pwd -P)"/* ]]; then echo "$$made stays: this folder is in it"; \
 	else echo "rm -rf '$$made'"; rm -rf -- "$$made"; fi; done
-	rm -rf build dist site .cache *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site .cache *.egg-info ptxsim/build ptxsim/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +

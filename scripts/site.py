@@ -18,7 +18,12 @@ from scripts.command import argument_parser, refuse
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGE = ROOT / "build" / "docs"
-FROM_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+FROM_ROOT = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "ptxsim/README.md": "ptxsim.md",
+}
 LANGUAGE = {".py": "python", ".cu": "cuda", ".cuh": "cuda"}  # of files that become pages
 STYLE = "docs/site.css"
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")

@@ -47,12 +47,14 @@ PLACE = r"§ ?\d|Algorithm \d|eqs?\. ?\d|equation \d|appendix [A-Z]|[Ss]ection \
 
 
 def public_names() -> Iterator[tuple[str, Any]]:
-    """Every name of the rooms' ``__all__``, once, with what it stands for."""
+    """Every name of the rooms' ``__all__``, once, with what it stands for; of ptxsim's, functions."""
     seen: set[int] = set()
-    for room in ROOMS:
+    for room in (*ROOMS, "ptxsim"):
         module = importlib.import_module(room)
         for name in getattr(module, "__all__", ()):
             thing = getattr(module, name)
+            if room == "ptxsim" and not inspect.isfunction(thing):
+                continue
             if id(thing) not in seen:
                 seen.add(id(thing))
                 yield f"{room}.{name}", thing

@@ -202,8 +202,82 @@ def test_rooms_load_when_they_are_named() -> None:
     subprocess.run([sys.executable, "-c", probe], check=True)
 
 
+PTXSIM = PACKAGE.parent / "ptxsim"
+SIMULATOR = sorted(PTXSIM.glob("*.py"))
+ITS_TESTS = sorted((PTXSIM / "tests").glob("*.py"))
+
+
+def libraries_of(path: Path) -> set[str]:
+    """The first names of all that a source imports; no relative import, and no function that is told a module's name."""
+    nodes = [*ast.walk(ast.parse(path.read_text()))]
+    assert not any(isinstance(node, ast.Call) and ast.unparse(node.func).endswith(IMPORTERS) for node in nodes)
+    assert not any(isinstance(node, ast.ImportFrom) and node.level for node in nodes)
+    modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    modules += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {module.partition(".")[0] for module in modules}
+
+
+@pytest.mark.parametrize("path", SIMULATOR, ids=lambda path: path.name)
+def test_ptxsim_imports_numpy_alone(path: Path) -> None:
+    """And rich, for its command. Its compiler's process imports nothing but Python's own library."""
+    allowed = {"__main__": {"numpy", "rich", "ptxsim"}, "nvrtc": set[str]()}.get(path.stem, {"numpy", "ptxsim"})
+    assert libraries_of(path) <= allowed | sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("path", ITS_TESTS, ids=lambda path: path.name)
+def test_the_tests_of_ptxsim_import_it_and_pytest_alone(path: Path) -> None:
+    beside = {other.stem for other in ITS_TESTS}
+    assert libraries_of(path) <= beside | {"numpy", "pytest", "ptxsim"} | sys.stdlib_module_names
+
+
+def test_only_the_lab_imports_ptxsim() -> None:
+    users = {name for name, path in MODULES.items() if re.search(r"^\s*(?:from|import) ptxsim", path.read_text(), re.M)}
+    assert users == {"blazeproto.lab.target"}
+
+
+def test_ptxsim_is_found_in_the_repository_without_being_installed() -> None:
+    """A folder without an ``__init__.py`` would be a package without contents there."""
+    code = "import sys, ptxsim; print(ptxsim.__file__, ptxsim.run.__name__, *{'torch', 'blazeproto'} & {*sys.modules})"
+    command = [
+        sys.executable,
+        "-S",
+        "-c",
+        f"import sys; sys.path += {[p for p in sys.path if 'site-packages' in p]}; {code}",
+    ]
+    done = subprocess.run(command, cwd=PTXSIM.parent, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == [str(PTXSIM / "__init__.py"), "run"], done.stderr
+
+
+def test_without_ptxsim_the_lab_says_how_to_get_it() -> None:
+    code = "import sys; sys.modules['ptxsim'] = None\nfrom blazeproto.lab import Workbench"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "ImportError: ptxsim: expected" in done.stderr and "pip install ./ptxsim" in done.stderr
+
+
+CEILINGS = {"blazeproto/lab": 3031, "ptxsim": 2900}
+"""Statements of a folder, at most; tests are not counted. To raise one takes a line in docs/decisions.md."""
+
+
+@pytest.mark.parametrize("folder", CEILINGS)
+def test_rooms_stay_below_their_ceilings(folder: str) -> None:
+    paths = [
+        path
+        for path in (PACKAGE.parent / folder).rglob("*.py")
+        if "tests" not in path.relative_to(PACKAGE.parent).parts
+    ]
+    assert sum(statements(path.read_text()) for path in paths) <= CEILINGS[folder]
+
+
+def statements(source: str) -> int:
+    """How many a source has, inner ones too, but no docstrings."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
+    return sum(not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)) for node in nodes)
+
+
 @pytest.mark.parametrize(
-    "path", [p for p in PACKAGE.rglob("*") if p.suffix in (".py", ".cu", ".cuh")], ids=lambda p: p.name
+    "path",
+    [p for p in (*PACKAGE.rglob("*"), *SIMULATOR) if p.suffix in (".py", ".cu", ".cuh")],
+    ids=lambda p: p.name,
 )
 def test_files_are_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 400
@@ -230,7 +304,7 @@ def test_no_two_classes_share_a_name() -> None:
     assert not {name: where for name, where in homes.items() if len(where) > 1}
 
 
-@pytest.mark.parametrize("folder", ["blazeproto", "scripts", "tests"])
+@pytest.mark.parametrize("folder", ["blazeproto", "ptxsim", "scripts", "tests"])
 def test_no_docstring_begins_with_of(folder: str) -> None:
     found = [
         f"{path}: {doc.splitlines()[0]}"

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 
+import ptxsim
 from blazeproto import MoE, Router, activations, autograd, blocksparse, cost, dispatch, distributed, gemm, lab, router
 from blazeproto.autograd import LowRank, Options
 from blazeproto.gemm import registry
@@ -49,6 +50,7 @@ OF_SIZES = (
     *("saved_bytes", "predicted_layer_ms", "arithmetic_intensity", "weight_bytes", "activation_bytes"),
     *("expert_parallel_ms", "rows_per_expert"),
 )
+CUDA = 'extern "C" __global__ void nothing() {}'
 PTX = """
 .version 8.0
 .target sm_90a
@@ -212,10 +214,11 @@ def sound_calls() -> dict[str, Call]:
         "lab.fragment": (lab.fragment, {}),
         "lab.swizzle": (lab.swizzle, {}),
         "lab.machine_code": (lab.machine_code, {"kernel": kernel}),
-        "lab.tensor_map": (lab.tensor_map, {"array": np.zeros((8, 16), np.float32), "box": (4, 8)}),
-        "lab.run": (lab.run, launch),
-        "lab.step": (lab.step, launch),
-        "lab.run_together": (lab.run_together, {"streams": [[launch]]}),
+        "ptxsim.compile": (ptxsim.compile, {"kernel": CUDA}),
+        "ptxsim.tensor_map": (ptxsim.tensor_map, {"array": np.zeros((8, 16), np.float32), "box": (4, 8)}),
+        "ptxsim.run": (ptxsim.run, launch),
+        "ptxsim.step": (ptxsim.step, launch),
+        "ptxsim.run_together": (ptxsim.run_together, {"streams": [[launch]]}),
     }
     for function in OF_SIZES:
         more = {"name": "up_forward"} if "product" in function else {}
@@ -345,6 +348,7 @@ LEFT_OUT = {
     "Dispatch.plot": "its Axes are matplotlib's",
     **{f"lab.{bench}.{name}": "a session's: tests/lab" for bench in BENCHES for name in METHODS},
     "distributed.Symmetric.take_overflow": CALLED,
+    "ptxsim.unwritten": "`run` judges the array",
 }
 NAMED_OTHERWISE = {  # by what the argument is, which callers of the function have as a keyword
     **{(f"gemm.{name}", "name"): "product" for name in ("candidates", "kernel_for")},
@@ -354,21 +358,23 @@ NAMED_OTHERWISE = {  # by what the argument is, which callers of the function ha
         (f"activations.{name}", "name"): "activation" for name in ("activation_named", "alternating", "with_parameters")
     },
     ("cost.gpu_named", "name"): "gpu",
-    ("lab.tensor_map", "array"): "tensor map",
+    ("ptxsim.tensor_map", "array"): "tensor map",
     ("router.make_router", "name"): "router",
 }
 TAKEN = {  # on purpose, beside what a signature allows
     ("activations.clamped_swiglu", "alpha", "a negative"),
     ("router.hash_route", "seed", "a negative"),
-    *((f"lab.{name}", "seed", "a negative") for name in ("Workbench", "BlockWorkbench", "run", "step", "run_together")),
+    *((f"lab.{name}", "seed", "a negative") for name in ("Workbench", "BlockWorkbench")),
+    *((f"ptxsim.{name}", "seed", "a negative") for name in ("run", "step", "run_together")),
     *((f"cost.{name}", "top_k", "a number") for name in ("topk_bytes", "topk_backward_bytes")),
     *((f"cost.{name}", "sizes", ".K: a number") for name in (*OF_SIZES, "predicted_work_ms")),  # a mean
     ("cost.known_gpu", "device", "a string"),
     ("cost.dispatch_bytes", "num_pairs", "a number"),
     ("Router", "scale", "a negative"),
     ("autograd.saved_bytes", "top_k", "a number"),  # a mean
-    *(("lab.tensor_map", "array", f"of {dtype}") for dtype in (torch.complex64, torch.int64)),
-    *((f"lab.{name}", "kernel", "a string") for name in ("run", "step")),  # a FileNotFoundError
+    *(("ptxsim.tensor_map", "array", f"of {dtype}") for dtype in (torch.complex64, torch.int64)),
+    *((f"ptxsim.{name}", "options", "strings") for name in ("run", "step")),  # for PTX, which is not compiled
+    *((f"ptxsim.{name}", "kernel", "a string") for name in ("compile", "run", "step")),  # a FileNotFoundError
     *(("Router.update_bias", "load", f"of {dtype}") for dtype in (torch.int8, torch.int64)),
 }
 FREE = {  # whose lengths no other argument decides
@@ -398,7 +404,7 @@ FREE = {  # whose lengths no other argument decides
     "gemm.up_backward_weight": "dh x",
     "gemm.up_forward": "dispatch",
     "lab.explain": "x",
-    "lab.tensor_map": "array",
+    "ptxsim.tensor_map": "array",
     "router.choose_pairs": "experts scores",
     "router.finish_logits": "products",
     "router.hash_route": "token_ids",

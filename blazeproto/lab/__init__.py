@@ -9,6 +9,7 @@ A name is imported when it is first used.
 """
 
 import importlib
+import warnings
 from typing import Any
 
 _HOME_OF = {
@@ -17,30 +18,26 @@ _HOME_OF = {
     "explain": "explanation",
     "fragment": "layouts",
     "machine_code": "sass",
-    "run": "programs",
-    "run_together": "programs",
-    "step": "programs",
     "swizzle": "layouts",
-    "tensor_map": "programs",
 }
-_ROOMS = ("accuracy", "oracle", "same_bits", "views", "workbench")
+_MOVED = ("run", "run_together", "step", "tensor_map")  # to ptxsim; to be removed after one release
+_ROOMS = ("accuracy", "oracle", "same_bits", "target", "views", "workbench")
 __all__ = [
     "BlockWorkbench",
     "Workbench",
     "explain",
     "fragment",
     "machine_code",
-    "run",
-    "run_together",
-    "step",
     "swizzle",
-    "tensor_map",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return importlib.import_module(f"blazeproto.lab.{name}")
+    if name in _MOVED:
+        warnings.warn(f"blazeproto.lab.{name} is ptxsim.{name} now", DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module("ptxsim"), name)
     if name not in _HOME_OF:
         raise AttributeError(f"module 'blazeproto.lab' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"blazeproto.lab.{_HOME_OF[name]}"), name)

@@ -1,4 +1,4 @@
-"""Runs on the machine (`blazeproto.lab.machine`) that a person waits for: how long they take, how far they are, what they found.
+"""Runs on the machine (`ptxsim`) that a person waits for: how long they take, how far they are, what they found.
 
 Written to stderr: a line beforehand, and where that is a terminal a bar. Ctrl-C ends a run; the next one begins anew.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from blazeproto.gemm import PRODUCTS, Sizes
-from blazeproto.lab.machine import Machine, MachineError
+from blazeproto.lab.target import Machine, MachineError
 from blazeproto.lab.verdict import Verdict  # before rich, for it says how to install that
 
 # isort: split

@@ -37,8 +37,8 @@ from blazeproto.lab.block_oracle import CALLS, make_block_case, operands
 from blazeproto.lab.bounds import TINY, Bounds, Near, Reference, sum_error
 from blazeproto.lab.calls import Output
 from blazeproto.lab.counters import HardwareCounters
-from blazeproto.lab.machine import Machine
 from blazeproto.lab.mismatch import Places
+from blazeproto.lab.target import Machine
 from blazeproto.lab.workbench import Inputs, Workbench
 from blazeproto.runtime import checks
 

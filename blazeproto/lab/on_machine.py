@@ -1,4 +1,4 @@
-"""Calls of products (`lab.calls`) with torch tensors of a CPU, launched on a `blazeproto.lab.machine.Machine`.
+"""Calls of products (`lab.calls`) with torch tensors of a CPU, launched on a `blazeproto.lab.target.Machine`.
 
 case = make_case(sizes, device="cpu")
 machine = Machine(seed=1)
@@ -20,7 +20,7 @@ from blazeproto.dispatch import Dispatch
 from blazeproto.gemm import TileConfig, product
 from blazeproto.gemm.product import PACKAGE, Build
 from blazeproto.lab.calls import Call, Case
-from blazeproto.lab.machine import Machine
+from blazeproto.lab.target import Machine
 from blazeproto.runtime.target import launches_on
 
 
@@ -37,7 +37,7 @@ def run(
 
     case, given: the inputs, row arrays of all R rows, on a CPU.  out: as `Call.run` has it; a workspace that is not in it, the
     machine makes, as memory that nobody wrote.  config: tiles; default: those that a layer takes.
-    Raises what `blazeproto.lab.machine.run.run` raises.
+    Raises what `ptxsim.run` raises.
     """
     with product.alone({call.product: build}):
         launch(machine, call.entry.run, **call.arguments(case, given, out, config))

@@ -24,8 +24,8 @@ import numpy as np
 from blazeproto.gemm import compile as compilation
 from blazeproto.gemm import product
 from blazeproto.gemm.compile import Kernel
-from blazeproto.lab.machine import Machine
 from blazeproto.lab.spans import Span, Timeline
+from blazeproto.lab.target import Machine
 from blazeproto.runtime import checks
 from blazeproto.runtime.optional import need
 

@@ -88,7 +88,7 @@ class Verdict(Drawn):
     """Whether a kernel is right: ``bool(verdict)``. Its repr draws where it is not.
 
     mismatches: the first ten.  maps: of outputs with mismatches.  stray: lines about what was written where nothing belongs.
-    on_machine: whether it ran on the machine (`blazeproto.lab.machine`), run i with seed i. races, errors: what that found,
+    on_machine: whether it ran on the machine (`ptxsim`), run i with seed i. races, errors: what that found,
     each with its source lines; a run that ends with an error has no part in the maps.
     part: what stands in the experts' place: of block-sparse products a block, or a row or column of blocks.
     """

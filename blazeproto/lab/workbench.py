@@ -9,7 +9,7 @@
 ...     loss = layer(x)[0].square().mean()
 ...     loss.backward()
 
-Without a Hopper GPU `check` and `run` interpret the kernel's PTX (`blazeproto.lab.machine`); `kernel` with its registers and
+Without a Hopper GPU `check` and `run` interpret the kernel's PTX (`ptxsim`); `kernel` with its registers and
 SASS, compile errors and `diff` need none either.
 """
 
@@ -37,9 +37,9 @@ from blazeproto.lab.bounds import Reference, reference
 from blazeproto.lab.calls import CALLS, LAYERS_OWN, Case, Output, Poisoned, Setting, sums_of, told_stray
 from blazeproto.lab.counters import HardwareCounters, counters
 from blazeproto.lab.edit import EditedSources
-from blazeproto.lab.machine import Machine
 from blazeproto.lab.mismatch import Comparison, Places, places_of
 from blazeproto.lab.oracle import ROUTINGS, YARDSTICK, evaluate, make_case, pad_rows
+from blazeproto.lab.target import Machine
 from blazeproto.lab.timeline import MACRO as TIMELINE
 from blazeproto.lab.timeline import Timeline, record, record_steps
 from blazeproto.lab.times import ROUNDS, Times, gpu_here, interleaved_ms
@@ -71,7 +71,7 @@ class Inputs(NamedTuple):
 class Workbench:
     """One product (a name of `blazeproto.gemm.PRODUCTS`) at one shape, its inputs, and what it should give.
 
-    It runs on a Hopper GPU where there is one, else on the machine (`blazeproto.lab.machine`); `time` and `counters` need a GPU.
+    It runs on a Hopper GPU where there is one, else on the machine (`ptxsim`); `time` and `counters` need a GPU.
 
     T tokens, d model width, n expert width, E experts, K experts a token. d and n are multiples of 8, E at most 512.
     activation: of `blazeproto.activations`.  routing: of `lab.oracle.ROUTINGS`.  seed: of the inputs, which are bf16 at unit
@@ -215,7 +215,7 @@ class Workbench:
         """Runs the kernel on poisoned outputs; whether each element is as near to float64 as rounding allows.
 
         On a GPU 20 runs, every second one with random delays around barriers compiled in, so that a race shows. Elsewhere
-        the kernel's PTX runs on the machine (`blazeproto.lab.machine`), which reports races and what a kernel may not do with
+        the kernel's PTX runs on the machine (`ptxsim`), which reports races and what a kernel may not do with
         source lines: by default once, run i with the schedule of seed i. What it will take is said on stderr; Ctrl-C ends it.
 
         Runs must give the same bits (but for down_forward_fused and up_backward_act_fused, which add in no fixed order), write

@@ -7,7 +7,7 @@ stable_rank: wrong. experts=[3, 1, 0, 1, ...], 100 of them, E=4: ranks[0] is 1, 
 
 A solution in NumPy is a function; one for Numba a kernel, with ``cuda.jit`` or without; one in CUDA the text that replaces a
 region of a source file. NumPy and Numba are compared with the twins, on random and adversarial inputs. Numba's PTX runs on the
-machine (`blazeproto.lab.machine`), which reports races; where Numba can't compile, its simulator runs the kernel instead. CUDA is
+machine (`ptxsim`), which reports races; where Numba can't compile, its simulator runs the kernel instead. CUDA is
 compiled by a `Workbench`, whose ``check()`` judges the whole kernel: on a Hopper GPU, elsewhere on the machine.
 """
 
@@ -271,12 +271,12 @@ def _unable() -> str:
 
 
 def _launch_on_machine(kernel: Callable[..., Any], blocks: int, **arrays: np.ndarray) -> str:
-    from blazeproto import lab
+    import ptxsim
 
     words = []  # of an array as Numba's kernels take it, but its address: no owner, size, bytes of an element, shape, stride
     for array in arrays.values():
         words += [0, 0, array.size, array.itemsize, array, array.size, array.itemsize]
-    return "\n".join(map(str, lab.run(_ptx(kernel), blocks, THREADS, words, most=MOST).races))
+    return "\n".join(map(str, ptxsim.run(_ptx(kernel), blocks, THREADS, words, most=MOST).races))
 
 
 def _outcome_of_another_process(name: str, kernel: Callable[..., Any]) -> Outcome | str:

@@ -33,9 +33,9 @@ from blazeproto.gemm import Sizes, down_backward, fp8, quantize
 from blazeproto.gemm.quantize import BLOCK, Quantized
 from blazeproto.gemm.recipe import FP8
 from blazeproto.lab.calls import CALLS, Case
-from blazeproto.lab.machine.matrices import multiply_in_14_bits
 from blazeproto.lab.oracle import EXACT, evaluate
 from blazeproto.lab.times import Call, interleaved_ms
+from ptxsim.matrices import multiply_in_14_bits
 from scripts.bench import peers
 from scripts.bench.common import MIB, bench_parser, cfg_of, measure_in_turn
 from scripts.bench.timing import peak_bytes, relative_difference, saved_bytes, tensors_in

@@ -11,7 +11,7 @@ import pytest
 from routings import make_routing, make_varying
 
 from blazeproto.dispatch import Dispatch, build_dispatch, build_dispatch_varying
-from blazeproto.lab.machine import Machine
+from blazeproto.lab.target import Machine
 from blazeproto.runtime.rounding import bfloat16_bits, from_bfloat16_bits
 from blazeproto.runtime.target import launches_on
 

@@ -16,7 +16,7 @@ from blazeproto import MoE, gemm
 from blazeproto.blocksparse import Padding, Topology, dMoE, dmoe, padded_gather, topology_of
 from blazeproto.dispatch import build_dispatch
 from blazeproto.gemm.blocks import BLOCK
-from blazeproto.lab.machine import Machine
+from blazeproto.lab.target import Machine
 from blazeproto.router import Routing
 from blazeproto.runtime.target import launches_on
 

@@ -16,8 +16,8 @@ from blazeproto.gemm.blocks import BLOCK
 from blazeproto.gemm.dsd import tiles
 from blazeproto.lab.accuracy import Pool
 from blazeproto.lab.block_oracle import evaluate, make_block_case, run_kernels
-from blazeproto.lab.machine import Machine
 from blazeproto.lab.oracle import EXACT, YARDSTICK
+from blazeproto.lab.target import Machine
 from blazeproto.runtime.rounding import from_bfloat16_bits
 from blazeproto.runtime.target import launches_on
 from tests.blocksparse.block_cases import MASKS, bits, cases

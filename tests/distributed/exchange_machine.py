@@ -16,9 +16,10 @@ import numpy as np
 from blazeproto.distributed.exchanges import NOWHERE
 from blazeproto.distributed.peer_memory import PROGRESS_BYTES, MemoryLayout, PeerMemory
 from blazeproto.gemm.compile import Kernel
-from blazeproto.lab.machine import Machine, Report
+from blazeproto.lab.target import Machine
 from blazeproto.runtime import driver
 from blazeproto.runtime.target import device_of
+from ptxsim import Report
 
 HERE, BLOCKS = 3, 2  # experts of a rank, blocks of a grid
 COPY = Kernel(str(Path(__file__).with_name("copy.cu")), "copy")

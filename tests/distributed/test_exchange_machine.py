@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
 
 from blazeproto.distributed import peer_memory
-from blazeproto.lab.machine import Deadlock, MachineError
+from ptxsim import Deadlock, MachineError
 from tests.distributed.exchange_machine import Exchange
 
 CUDA = Path(peer_memory.__file__).parent / "cuda"

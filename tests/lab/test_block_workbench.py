@@ -17,9 +17,9 @@ from blazeproto.blocksparse import SequentialMoE, dMoE
 from blazeproto.gemm import Kernel, TileConfig, product
 from blazeproto.lab import BlockWorkbench, Workbench, explain, times
 from blazeproto.lab.block_oracle import CALLS, evaluate
-from blazeproto.lab.machine import Machine
 from blazeproto.lab.mismatch import Comparison
 from blazeproto.lab.oracle import EXACT
+from blazeproto.lab.target import Machine
 from blazeproto.lab.verdict import Verdict
 
 SMALL = {"k": 136, "m": 72, "device": "cpu"}  # the second is less than a tile

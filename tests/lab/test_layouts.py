@@ -7,11 +7,13 @@ import xml.etree.ElementTree as ElementTree
 from itertools import product as combinations
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from blazeproto import gemm
 from blazeproto.gemm.compile import CompileError, Kernel, compile_in_subprocess
 from blazeproto.lab.layouts import Fragment, StageLayout, fragment, swizzle
+from ptxsim import matrices
 
 PRODUCTS = [name for name, entry in gemm.PRODUCTS.items() if entry.kernel]
 MN_MAJOR = {  # operands of which neighbours in a row of shared memory are not neighbours in the reduction
@@ -119,3 +121,22 @@ def test_pictures() -> None:
 def test_what_there_is_not_is_refused(call, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(("rows", "mn_major"), [(64, False), (256, False), (64, True), (256, True)])
+def test_a_stage_lies_as_wgmma_reads_it(rows: int, mn_major: bool) -> None:
+    """Every step of a stage, as mainloop.cuh advances its descriptors."""
+    start = 3 * 49152
+    stage = StageLayout("up_forward", "b", rows, mn_major, start)
+    for step in range(4):
+        at = start + step * (16 * 128 if mn_major else 32)
+        read = matrices.operand_addresses(matrices.Descriptor(at, 64 * 128, 1024, 128), rows, 16, mn_major)
+        for row, k in ((0, 0), (1, 7), (8, 8), (13, 15), (rows - 1, 9), (rows // 2 + 5, 3)):
+            assert read[row, k] == start + stage.element(row, 16 * step + k)
+
+
+@pytest.mark.parametrize("columns", [8, 64, 192, 256])
+def test_a_fragment_lies_as_wgmma_writes_it(columns: int) -> None:
+    matrix = np.random.default_rng(0).normal(size=(64, columns)).astype(np.float32)
+    thread, register = Fragment("up_forward", columns).holder(41, columns - 3)
+    assert matrices.matrix_to_fragment(matrix)[thread // 32, register, thread % 32] == matrix[41, columns - 3]

@@ -13,7 +13,7 @@ from rich.console import Console
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
 
 from blazeproto.lab import Workbench, attended, on_machine, workbench
-from blazeproto.lab.machine import Machine
+from blazeproto.lab.target import Machine
 
 NAMED = {bug.name: bug for bug in BUGS}
 SMALL = {"T": 150, "d": 72, "n": 72, "E": 3, "K": 2}

@@ -17,8 +17,8 @@ from blazeproto.dispatch import Dispatch
 from blazeproto.dispatch.structures import Addresses, addresses
 from blazeproto.gemm import Sizes
 from blazeproto.gemm.quantize import Quantized
-from blazeproto.lab.machine import Machine
 from blazeproto.lab.oracle import EXACT, evaluate
+from blazeproto.lab.target import Machine
 from blazeproto.runtime.arrays import view
 from blazeproto.runtime.target import device_of, launches_on
 from scripts.bench import common, fp8

@@ -15,7 +15,7 @@ import torch
 
 from blazeproto.runtime import optional
 from tests import pages
-from tests.scripts.test_sdist import STEM, built
+from tests.scripts.test_sdist import SIMULATOR, STEM, built
 
 __all__ = ["built"]
 pytestmark = [pytest.mark.full, pytest.mark.slow]
@@ -70,7 +70,9 @@ def fresh(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     (folder / "constraints.txt").write_text(f"torch=={torch.__version__.partition('+')[0]}\n")
     assert INSTALL is not None
     wheel = built / f"{STEM}-py3-none-any.whl"
-    lines = re.sub(r"-e '\.\[", f"-q '{wheel}[", "\n".join([INSTALL[0], *OF_PAGES])).replace(
+    simulator = built / f"{SIMULATOR}-py3-none-any.whl"
+    with_simulator = "\n".join([INSTALL[0], *OF_PAGES]).replace("-e ./ptxsim", f"-q '{simulator}'")
+    lines = re.sub(r"-e '\.\[", f"'{wheel}[", with_simulator).replace(
         "cu12", f"cu{optional.cuda_major(optional.driver_cuda())}"
     )
     made.run(
@@ -95,13 +97,30 @@ def test_readme_and_pages_say_how_to_install() -> None:
 def test_the_first_notebook_says_how_to_open_them() -> None:
     first = (pages.DOCS / "tutorial" / NOTEBOOKS[0]).read_text()
     assert all(
-        line in first and line in README for line in ("pip install -e '.[cu12,lab]'", "jupyter lab docs/tutorial")
+        line in first and line in README
+        for line in ("pip install -e ./ptxsim -e '.[cu12,lab]'", "jupyter lab docs/tutorial")
     )
 
 
 def test_the_package_is_the_wheel(fresh: Environment) -> None:
-    place = fresh.here("python -c 'import blazeproto; print(blazeproto.__file__)'")
-    assert place.startswith(str(fresh.folder))
+    for package in ("blazeproto", "ptxsim"):
+        place = fresh.here(f"python -c 'import {package}; print({package}.__file__)'")
+        assert place.startswith(str(fresh.folder))
+
+
+def test_the_tests_of_ptxsim_need_it_and_pytest_alone(built: Path, tmp_path: Path) -> None:
+    """A wheel of its own, in an environment without torch, CuPy, Numba and blazeproto."""
+    made = Environment(tmp_path)
+    shutil.copytree(pages.ROOT / "ptxsim" / "tests", tmp_path / "tests")
+    shutil.copy(pages.ROOT / "ptxsim" / "pyproject.toml", tmp_path)
+    shutil.copy(pages.ROOT / "ptxsim" / "README.md", tmp_path)
+    wheel = built / f"{SIMULATOR}-py3-none-any.whl"
+    settings = os.environ.get("HOME", str(tmp_path))  # pip's
+    made.run(f"{sys.executable} -m venv .venv")
+    if "No matching distribution" in made.here(f"pip install -q '{wheel}[test]' 2>&1 || true", HOME=settings):
+        pytest.skip("needs a package index")
+    assert {"torch", "cupy-cuda12x", "numba-cuda", "blazeproto"}.isdisjoint(made.here("pip list").split())
+    made.here("python -m pytest -q")
 
 
 def test_doctor_has_nothing_to_mend(fresh: Environment) -> None:

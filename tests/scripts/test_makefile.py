@@ -110,7 +110,7 @@ def test_a_gpu_gets_the_torch_for_its_driver(cuda: str, torch: str, project: Pro
 def test_what_is_installed_follows_the_constraints(project: Project) -> None:
     installs = [call for call in project.make("lint", "CUDA=") if " pip install " in call]
     assert len(installs) == 4 and all(" -c constraints.txt " in call for call in installs)
-    assert " torch==2.13.0" in installs[0] and " -e .[cu12,lab]" in installs[1]
+    assert " torch==2.13.0" in installs[0] and " -e ./ptxsim -e .[cu12,lab]" in installs[1]
     pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     assert all(re.fullmatch(r"[\w.-]+==[\w.+]+", line) for line in pins), "exact, of an index"
     assert {"numpy", "transformers", "peft", "torchtitan", "ruff", "mypy", "pytest"} < {
@@ -145,5 +145,6 @@ def test_a_public_forge_runs_what_ci_runs() -> None:
     jobs = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]
     runs = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
     own = [line for line in (ROOT / ".ci/run").read_text().splitlines() if line.startswith("make ")]
-    assert runs == {"test": own, "newest": ["make newest"]}
+    alone = ["pip install -c constraints.txt './ptxsim[test]'", "python -m pytest -q ptxsim"]
+    assert runs == {"test": own, "ptxsim": alone, "newest": ["make newest"]}
     assert [name for name, job in jobs.items() if job.get("continue-on-error")] == ["newest"]

@@ -1,5 +1,5 @@
 """What is handed out. The sdist has the whole repository (MANIFEST.in), the wheel the package alone; both are built here, and
-what an editable install is made of."""
+what an editable install is made of. ptxsim is a distribution of its own."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import blazeproto
+import ptxsim
 from blazeproto.runtime import optional
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = (".*", "build", "dist", "site", "runs", "*.egg-info", "__pycache__")
 STEM = f"blazeproto-{blazeproto.__version__}"
+SIMULATOR = f"ptxsim-{ptxsim.__version__}"
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with wheel, sdist and editable wheel, made by setuptools, as pip calls it; nothing is fetched.
+    """A folder with wheel, sdist and editable wheel of both, made by setuptools, as pip calls it; nothing is fetched.
 
     They are of a copy of the repository, ``clone/blazeproto`` in that folder.
     """
@@ -43,14 +45,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (shutil.copytree if source.is_dir() else shutil.copy)(source, copy / folder)
     calls = "; ".join(f"b.build_{kind}({str(out)!r})" for kind in ("sdist", "wheel", "editable"))
     code = f"from setuptools import build_meta as b; {calls}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=copy, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    for project in (copy, copy / "ptxsim"):
+        done = subprocess.run([sys.executable, "-c", code], cwd=project, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
     return out
 
 
 def metadata(wheel: Path) -> Message:
     with zipfile.ZipFile(wheel) as archive:
-        return message_from_bytes(archive.read(f"{STEM}.dist-info/METADATA"))
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return message_from_bytes(archive.read(name))
 
 
 def test_the_sdist_has_what_running_the_tests_takes() -> None:
@@ -58,7 +62,7 @@ def test_the_sdist_has_what_running_the_tests_takes() -> None:
     folders, files = (
         {name for rule, *names in rules if rule == kind for name in names} for kind in ("graft", "include")
     )
-    assert folders >= {"docs", "results", "scripts", "tests"}
+    assert folders >= {"docs", "ptxsim", "results", "scripts", "tests"}
     assert files >= {"CHANGELOG.md", "CONTRIBUTING.md", "Makefile"}
     assert all((ROOT / name).exists() for name in folders | files)
 
@@ -81,9 +85,48 @@ def test_the_sdist_has_the_repository(built: Path) -> None:
         names = {member.name.removeprefix(f"{STEM}/") for member in archive.getmembers()}
     here = Path(__file__).relative_to(ROOT).as_posix()
     assert {here, "pyproject.toml", "CHANGELOG.md", "Makefile", ".ci/run", "docs/decisions.md"} <= names
-    assert {"constraints.txt", ".github/workflows/test.yml"} <= names
+    assert {"constraints.txt", ".github/workflows/test.yml", "ptxsim/pyproject.toml"} <= names
     assert {"scripts/train_lm.py", "results/README.md", "blazeproto/gemm/cuda/up.cu"} <= names
     assert not [name for name in names if name.endswith(".pyc") or "__pycache__" in name]
+
+
+def test_ptxsim_is_a_distribution_of_its_own(built: Path) -> None:
+    wheel = built / f"{SIMULATOR}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    folder = ROOT / "ptxsim"
+    assert names == {f"ptxsim/{path.name}" for path in (*folder.glob("*.py"), folder / "py.typed")}
+    data = metadata(wheel)
+    assert (data["Name"], data["Version"]) == ("ptxsim", ptxsim.__version__)
+    required = [Requirement(line) for line in data.get_all("Requires-Dist", [])]
+    always = {
+        one.name
+        for one in required
+        if one.marker is None or one.marker.evaluate({"sys_platform": "linux", "extra": ""})
+    }
+    assert always == {"numpy", "rich", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvdisasm"}
+    assert all(one.name in constrained() for one in required if one.name != "pytest")
+    with tarfile.open(built / f"{SIMULATOR}.tar.gz") as archive:
+        packed = {member.name.removeprefix(f"{SIMULATOR}/") for member in archive.getmembers()}
+    assert {"README.md", "pyproject.toml", "races.py", "tests/test_races.py", "tests/ptx_programs.npz"} <= packed
+    assert (folder / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
+def constrained() -> set[str]:
+    """What constraints.txt has a version of."""
+    return {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
+
+
+@pytest.mark.parametrize("folder", ["clone/blazeproto", "clone", "."])
+def test_an_editable_ptxsim_is_found_wherever_python_starts(built: Path, tmp_path: Path, folder: str) -> None:
+    with zipfile.ZipFile(built / f"{SIMULATOR}-0.editable-py3-none-any.whl") as archive:
+        archive.extractall(tmp_path)
+    others = f"sys.path = [place for place in sys.path if place != {str(ROOT)!r}]"
+    code = f"import site, sys; {others}; site.addsitedir({str(tmp_path)!r}); import ptxsim; print(ptxsim.__file__)"
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=built / folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == [str(built / "clone" / "blazeproto" / "ptxsim" / "__init__.py")], done.stderr
 
 
 def test_an_editable_install_is_found_beside_the_clone(built: Path, tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ from blazeproto import gemm
 from blazeproto.dispatch import build_dispatch
 from blazeproto.gemm import TileConfig, product
 from blazeproto.gemm.compile import CUDA_SOURCES
-from blazeproto.lab.machine import Deadlock, Machine, MachineError, Report
-from blazeproto.lab.machine.races import Race
+from blazeproto.lab.target import Machine
 from blazeproto.runtime.target import launches_on
+from ptxsim import Deadlock, MachineError, Report
+from ptxsim.races import Race
 from tests.lab import planted_bugs
 from tests.lab.planted_bugs import BUGS, Bug, plant
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
 
-from blazeproto.lab.machine import Machine
+from blazeproto.lab.target import Machine
 from blazeproto.runtime.target import launches_on
 from tests.lab.machine.exact_cases import CASES, NUMPY, hash_of
 from tests.lab.machine.trials import of_reports

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from blazeproto.lab.machine import Machine
+from blazeproto.lab.target import Machine
 from tests.lab.machine.planted_faults import EVERY_FAULT, FAULTS, NARROW, RACE, SMALL, Fault, found_by, has_lines, run
 
 SEEDS = 10

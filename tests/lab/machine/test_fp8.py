@@ -21,7 +21,7 @@ from blazeproto.dispatch.structures import Addresses, Dispatch, addresses
 from blazeproto.gemm import down_backward, fp8, product, quantize
 from blazeproto.gemm.product import Build
 from blazeproto.gemm.quantize import BLOCK, Quantized, blocks
-from blazeproto.lab.machine import Machine
+from blazeproto.lab.target import Machine
 from blazeproto.runtime import driver
 from blazeproto.runtime.arrays import view
 from blazeproto.runtime.rounding import bfloat16_bits, from_bfloat16_bits, to_bfloat16

@@ -33,7 +33,7 @@ from blazeproto.runtime.rounding import from_bfloat16_bits
 from blazeproto.runtime.target import launches_on
 
 pytest.importorskip("numba.cuda", reason="needs numba-cuda")
-from blazeproto.lab.machine import Machine
+from blazeproto.lab.target import Machine
 
 FULL = pytest.mark.full
 SCORE_NAMES = list(SCORES)

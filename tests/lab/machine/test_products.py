@@ -33,9 +33,9 @@ from blazeproto.lab import on_machine, oracle
 from blazeproto.lab.accuracy import Pool
 from blazeproto.lab.bounds import Reference, reference
 from blazeproto.lab.calls import CALLS, Case, Poisoned
-from blazeproto.lab.machine import Machine
 from blazeproto.lab.mismatch import Comparison, places_of
 from blazeproto.lab.oracle import EXACT, YARDSTICK, evaluate, make_case, pad_rows
+from blazeproto.lab.target import Machine
 from tests.lab.machine.trials import Logits, Trial, failures, of_reports, stream_k, trial_of, with_tiles
 
 # Three experts have rows, the last one has none. Reductions of TINY are mostly of one stage; those of DEEPER are of a stage and

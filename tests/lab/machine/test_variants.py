@@ -17,8 +17,8 @@ from blazeproto.gemm.arguments import LOW
 from blazeproto.gemm.linear import GROUPED_MM, grouped_mm
 from blazeproto.lab import oracle
 from blazeproto.lab.calls import Case
-from blazeproto.lab.machine import Machine
 from blazeproto.lab.oracle import dispatch_fixed, make_case
+from blazeproto.lab.target import Machine
 from tests.lab.machine.trials import Trial
 
 COUNTS = (1, 127, 0, 129, 128)  # an expert's rows; a tile has 128

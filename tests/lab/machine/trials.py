@@ -22,11 +22,11 @@ from blazeproto.gemm.specification import Specification
 from blazeproto.lab.accuracy import POOL_ELEMENTS, Pool
 from blazeproto.lab.bounds import Bounds, Near
 from blazeproto.lab.calls import DTYPES, Case, Output, Poisoned
-from blazeproto.lab.machine import Machine
-from blazeproto.lab.machine.run import Report
 from blazeproto.lab.on_machine import launch
 from blazeproto.lab.oracle import EXACT, YARDSTICK, dispatch_fixed, dispatch_varying, make_case
+from blazeproto.lab.target import Machine
 from blazeproto.runtime.target import launches_on
+from ptxsim.schedule import Report
 from tests.blocksparse import block_cases
 
 ROWS, FEW = 131, 9  # of the two experts that have some

@@ -1,0 +1,205 @@
+"""A launch that a person runs instruction by instruction, and what its warps, barriers and shared memory hold meanwhile.
+
+stepper = Machine().step(lambda: gemm.up_forward(x, up_proj, dispatch))
+stepper.until("wgmma.mma_async")       # or a source line: until("mainloop.cuh:120")
+stepper.step(10)                       # of the warps that the schedule chooses
+stepper.step(10, warp=4)               # of this one, as far as it can go
+stepper.registers(warp=4, lane=31)
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ptxsim import matrices
+from ptxsim.barriers import Mbarrier
+from ptxsim.checks import expect, integer
+from ptxsim.memory import IN_WINDOW, SHARED_BASE, WINDOW
+from ptxsim.operands import registers_of
+from ptxsim.ptx import Statement
+from ptxsim.schedule import Report, start
+from ptxsim.warp import LANES, Warp
+from ptxsim.wgmma import WARPS
+
+SHOWN = 8  # registers of an instruction
+FLOATS = {32: np.float32, 64: np.float64}
+
+
+class Stepper:
+    """One launch; arguments and options are those of `ptxsim.schedule.start`. cta: below, of the cluster that runs.
+
+    report: of what has run.  result: of the call that made the launch, by `Machine.step`.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.report, self._schedules = start(*arguments, **options)
+        self._schedule = next(self._schedules)
+        self._last: dict[Warp, Statement] = {}
+        self.result: Any = None
+        self.done = False
+
+    # --- Going on ----------------------------------------------------------------------------------------------------------
+
+    def step(self, count: int = 1, warp: int | None = None, cta: int = 0) -> "Stepper":
+        """So many instructions, by the schedule, which may let things happen between; or of one warp, as far as it can go.
+
+        ValueError for a warp that there is not. Raises what `run` raises.
+        """
+        chosen = None if warp is None else self._warp(warp, cta)
+        for _ in range(integer("count", count, least=1)):
+            if not self._one(chosen):
+                break
+        return self
+
+    def until(self, text: str, most: int = 10**7) -> "Stepper":
+        """Up to the first instruction, and with it, whose PTX or source line (``up.cu:120``) has this text.
+
+        RuntimeError where the launch ends, or ``most`` instructions have run, without one. Raises what `run` raises.
+        """
+        for _ in range(integer("most", most, least=1)):
+            last = self._one(None)
+            if last is None:
+                break
+            if text in last.text or text in str(last.line):
+                return self
+        raise RuntimeError(f"text: expected that of an instruction that still runs, got {text!r}")
+
+    def finish(self) -> Report:
+        """To the end. Raises what `run` raises."""
+        while self._one(None, float("inf")):
+            pass
+        return self.report
+
+    def _one(self, chosen: Warp | None, count: float = 1) -> Statement | None:
+        """The instruction that has run last, of so many."""
+        while not self.done:
+            schedule = self._schedule
+            before = schedule.count
+            schedule.until = before + count
+            while schedule.advance(chosen):
+                if schedule.count > before:
+                    warp, step = schedule.last
+                    self._last[warp] = step.instruction
+                    return step.instruction
+            if chosen:
+                return None
+            following = next(self._schedules, None)
+            self._schedule, self.done = following or schedule, following is None
+        return None
+
+    # --- Looking -----------------------------------------------------------------------------------------------------------
+
+    def _warp(self, number: int, cta: int) -> Warp:
+        ctas = self._schedule.clusters[0].ctas
+        warps = ctas[_index("cta", cta, len(ctas), ", of the cluster that runs")].warps
+        return warps[_index("warp", number, len(warps))]
+
+    def next(self, warp: int = 0, cta: int = 0) -> Statement:
+        """The instruction that a warp has before it. ValueError for a warp that there is not."""
+        of = self._warp(warp, cta)
+        return of.cta.launch.steps[of.pc].instruction
+
+    def registers(self, warp: int = 0, lane: int = 0, cta: int = 0) -> "LaneRegisters":
+        """Those of one lane, as they are now. ValueError for a warp or a lane that there is not."""
+        of, lane = self._warp(warp, cta), _index("lane", lane, LANES)
+        near = [statement for statement in (self._last.get(of), self.next(warp, cta)) if statement]
+        return LaneRegisters(of, lane, near)
+
+    def barriers(self, cta: int = 0) -> dict[int, Mbarrier]:
+        """A CTA's mbarriers, by their place in its shared memory. ValueError for a CTA that there is not."""
+        rank, known = self._warp(0, cta).cta.rank, self._schedule.clusters[0].mbarriers
+        return {(at & IN_WINDOW) - SHARED_BASE: known[at] for at in sorted(known) if at >> WINDOW == rank}
+
+    def shared(self, begin: int, size: int, cta: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes of a CTA's shared memory, uint8 (size,), and which of them somebody wrote, bool. ValueError beyond its end."""
+        block = self._warp(0, cta).cta.shared
+        expect(
+            "begin, size",
+            0 <= begin <= begin + size <= block.size,
+            f"bytes below {block.size}",
+            f"{begin} to {begin + size}",
+        )
+        return block.bytes[begin : begin + size].copy(), block.written[begin : begin + size].copy()
+
+    def stage(self, layout: Any, begin: int = 0, cta: int = 0) -> Any:
+        """What a layout makes of a stage. layout: has start, bytes, holding(data, written).  begin: of the stage."""
+        return layout.holding(*self.shared(begin + layout.start, layout.bytes, cta))
+
+    def accumulators(self, warpgroup: int = 0, cta: int = 0) -> dict[str, np.ndarray]:
+        """What a warpgroup's wgmma have made so far, fp32 (64, N), by the name of the first register that it goes to.
+
+        Those that are under way count where the schedule has let them happen. ValueError for a warpgroup that there is not.
+        """
+        first = self._warp(WARPS * warpgroup, cta)
+        names, sums = first.cta.launch.entry.names, first.cta.warpgroups[warpgroup].sums
+        return {names[registers[0]]: values.copy() for registers, values in sums.items()}
+
+    def matrix(self, registers: list[str], warpgroup: int = 0, cta: int = 0) -> np.ndarray:
+        """Registers of a warpgroup's threads as the matrix fp32 (64, N) that wgmma's D is, N / 2 names in D's order.
+
+        KeyError for a name that there is not, ValueError for a warpgroup that there is not.
+        """
+        first = self._warp(WARPS * warpgroup, cta)
+        names, of = first.cta.launch.entry.names, first.cta.warps[first.number : first.number + WARPS]
+        places = [dict(zip(names, range(len(names)), strict=True))[name] for name in registers]
+        return matrices.fragment_to_matrix(
+            np.array([[warp.registers[place] for place in places] for warp in of]).view(np.float32)
+        )
+
+    def __repr__(self) -> str:
+        schedule, state = self._schedule, "at its end" if self.done else "running"
+        steps = self.report.steps + (0 if self.done else schedule.count)
+        lines = [f"{self.report.entry}, seed {self.report.seed}: {state}, {steps} instructions"]
+        for warp in schedule.clusters[0].warps:
+            instruction = warp.cta.launch.steps[warp.pc].instruction
+            lanes = f"{int(warp.mask().sum())} of {LANES} lanes: " if warp.others else ""
+            does = f"waits ({warp.wait.what})" if warp.wait and not schedule.able(warp) else "goes on"
+            said = "is done" if warp.done else f"{does} at {instruction.line}: {lanes}{instruction.text}"
+            lines.append(f"  {warp.cta.name}, {warp.name:8} {said}"[:150])
+        lines += [f"  under way: {one}" for one in schedule.world.pending]
+        return "\n".join(lines)
+
+
+def _index(name: str, value: int, count: int, of: str = "") -> int:
+    """``value``, of an argument of this name, where it is one of so many."""
+    expect(name, 0 <= integer(name, value) < count, f"0 to {count - 1}{of}", value)
+    return value
+
+
+class Value(NamedTuple):
+    """A register's bits as an unsigned and a signed number, and as a float where there are 32 or 64. written: by anybody."""
+
+    bits: int
+    signed: int
+    number: float | None
+    written: bool
+
+    def __repr__(self) -> str:
+        if not self.written:
+            return "nobody wrote it"
+        return f"{self.bits:#x} = {self.signed}" + ("" if self.number is None else f" = {self.number:.7g}")
+
+
+def _value(warp: Warp, place: int, lane: int) -> Value:
+    word, width = warp.registers[place][lane], warp.cta.launch.entry.widths[place]
+    bits, missing = int(word), warp.unwritten.get(place)
+    signed = bits - (1 << width) if width > 1 and bits >> (width - 1) else bits
+    number = float(word.view(FLOATS[width])) if width in FLOATS else None
+    return Value(bits, signed, number, missing is None or not missing[lane])
+
+
+class LaneRegisters(dict[str, Value]):
+    """A lane's registers by name. Its repr has the first of the warp's last instruction and of its next one."""
+
+    def __init__(self, warp: Warp, lane: int, near: list[Statement]) -> None:
+        self.warp, self.lane, self.near, self.names = warp, lane, near, warp.cta.launch.entry.names
+        super().__init__({name: _value(warp, place, lane) for place, name in enumerate(self.names)})
+
+    def __repr__(self) -> str:
+        names, lines = self.names, [f"{self.warp.cta.name}, {self.warp.name}, lane {self.lane}"]
+        for when, statement in zip(("last", "next")[-len(self.near) :], self.near, strict=True):
+            lines.append(f"  {when}: {statement.text}   ({statement.line})"[:150])
+            read = dict.fromkeys(place for operand in statement.operands for place in registers_of(operand))
+            guard = (statement.guard[0],) if statement.guard else ()
+            lines += [f"    {names[place]:8} {self[names[place]]}" for place in (*guard, *read)][:SHOWN]
+        return "\n".join(lines)

@@ -1,0 +1,130 @@
+"""What PTX text means, and what of it is refused before anything runs, with its line."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+from small_kernels import WGMMA, cuda, out_of, ptx, zeros
+
+import ptxsim
+from ptxsim import PtxError
+
+pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="NVRTC is not on macOS")
+
+
+def test_labels_are_of_their_block() -> None:
+    """PTX ISA §4.4 and the guide of inline PTX: a name declared in braces is the block's own, labels too."""
+    part = "{ .reg .pred p; setp.lt.s32 p, %0, LIMIT; @p bra DONE; add.s32 %0, %0, ADDED; DONE: }"
+    parts = [part.replace("LIMIT", limit).replace("ADDED", added) for limit, added in (("5", "100"), ("3", "1000"))]
+    body = (
+        "int a = x[threadIdx.x];"
+        + "".join(f'asm volatile("{one}" : "+r"(a));' for one in parts)
+        + "o[threadIdx.x] = a;"
+    )
+    first = [a if a < 5 else a + 100 for a in range(32)]
+    assert out_of(cuda(body))[:32] == [a if a < 3 else a + 1000 for a in first]
+
+
+@pytest.mark.parametrize(
+    ("declared", "kind", "value"),
+    [
+        ("__device__ volatile float g = 1.5f;", "float", 1.5),
+        ("__device__ volatile double g = 2.5;", "double", 2.5),
+        ("__device__ volatile short g[2][2] = {{1, 2}, {3, -4}};\n#define g g[1][1]", "int", -4),
+    ],
+)
+def test_initial_values_of_variables(declared: str, kind: str, value: float) -> None:
+    out = zeros(1, {"float": np.float32, "double": np.float64, "int": np.int32}[kind])
+    ptxsim.run(cuda("o[0] = g;", f"{kind}* o", declared), 1, 1, [out])
+    assert out[0] == value
+
+
+def test_what_an_initial_value_leaves_out_is_zero() -> None:
+    """As `__constant__ int c[32] = {1, 2, 3}`, of which NVRTC writes 9 bytes. PTX ISA §5.4.4."""
+    source = cuda("o[threadIdx.x] = c[threadIdx.x];", before="__constant__ int c[32] = {1, 2, 3};")
+    assert out_of(source)[:4] == [1, 2, 3, 0]
+
+
+def test_octal_and_binary_numbers_and_the_warps_size() -> None:
+    """PTX ISA §4.5.1: octal and binary constants, and WARP_SZ (§4.4), which has no percent sign."""
+    body = "mov.u32 %r1, 017; add.u32 %r1, %r1, 0b101; add.u32 %r1, %r1, WARP_SZ; st.global.u32 [%rd1+0x4], %r1;"
+    assert out_of(ptx(body), 1)[1] == 15 + 5 + 32
+
+
+def test_comments_of_both_kinds() -> None:
+    assert out_of(ptx("/* one\n two */ st.global.u32 [%rd1], 5; // three"), 1)[0] == 5
+
+
+def test_a_pointer_to_one_of_two_spaces() -> None:
+    """NVRTC writes a generic ld where it does not know the space (PTX ISA §6.4.1.1)."""
+    body = "__shared__ int s[32]; s[threadIdx.x] = 16; __syncthreads(); const int* p = x[1] == WANTED ? x : s;"
+    body += "o[threadIdx.x] = p[threadIdx.x];"
+    assert out_of(cuda(body.replace("WANTED", "9")))[:32] == [16] * 32
+    assert out_of(cuda(body.replace("WANTED", "1")))[:32] == [*range(32)]
+
+
+LOCAL = "int a[8]; for (int i = 0; i < 8; i++) a[i] = 2 * x[i]; o[threadIdx.x] = a[x[threadIdx.x] % 8 ^ 1];"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (cuda(LOCAL), r"\.local"),
+        (
+            cuda("o[0] = *p;", before="__device__ int a[2] = {5, 6}; __device__ int* volatile p = a + 1;"),
+            "initial|generic",
+        ),
+    ],
+)
+def test_what_is_refused_of_cuda(source: str, said: str) -> None:
+    """Local memory, and variables that begin as other variables' addresses."""
+    with pytest.raises(PtxError, match=rf"line \d+: .*({said})"):
+        out_of(source)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "setp.eq.u32 %p2|%p1, 1, 1;",
+        "mov.b16 %h1, 0; red.global.add.noftz.bf16 [%rd1], %h1;",
+        "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%rd1, {%r1, %r1}], [%r2];",
+        "mbarrier.complete_tx.shared::cta.b64 [%r1], 64;",
+        "barrier.sync 0; call f, ();",
+        "mov.u32 %r1, nobody;",
+        "mov.u32 %r1, 018;",
+        "bra %p1;",
+        "bra;",
+        "mov.u32 %r1, 1024; redux.sync.min.abs.NaN.f32 %r1, %r1, -1;",
+        "mov.u32 %r1, 1; redux.sync.min.f32 %r1, %r1, -1;",
+        "mov.u32 %r1, 1024; st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%r1], %r1, [%r1];",
+        "bar.sync 17;",
+        "bar.sync 1, 40;",
+        "mov.u32 %r1, 1024; ld.shared.u32 %r2, [%r1]; ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r2, %r3}, [%r1];",
+        "add.u64 %r1, 1, 1;",
+        WGMMA.replace("SHAPE", "m64n16k16").replace("SCALE", "0").replace("%rd2", "64"),
+        WGMMA.replace("SHAPE", "m64n12k16").replace("SCALE", "0").replace("%rd2", "64"),
+        WGMMA.replace("SHAPE", "m64k16").replace("SCALE", "0").replace("%rd2", "64"),
+        "A: mov.u32 %r1, 1; A: mov.u32 %r1, 2;",
+        "fence.proxy.nonsense;",
+        "cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%rd2, {%r1, %r1}];",
+        "mov.u32 %r1, 1024; cp.async.cg.shared.global [%r1], [%rd2], 4;",
+    ],
+)
+def test_text_that_ptxas_refuses_or_the_machine_does_not_know(body: str) -> None:
+    """Nothing of it runs: it is refused as it is read."""
+    with pytest.raises(PtxError, match=r"line 1[456]: "):
+        ptxsim.step(ptx(body, ""), 1, 128, [], shared=8192)
+
+
+@pytest.mark.parametrize(
+    "text", [".version 8.0\n}\n", ".version 8.0\n.reg .b32 %r<3>;\n", ".entry k()\n{\nret;\n", ".entry k() {}\nret"]
+)
+def test_broken_text(text: str) -> None:
+    with pytest.raises(PtxError, match="line"):
+        ptxsim.run(text, 1, 1, [])
+
+
+def test_an_entry_without_instructions() -> None:
+    assert ptxsim.run(".visible .entry k()\n{\n}\n", 1, 1, []).steps == 1

@@ -1,0 +1,68 @@
+"""A launch instruction by instruction: what a lane and shared memory hold meanwhile, and who goes on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import ptxsim
+
+COUNT = """
+extern "C" __global__ void count(float* out, int more) {
+    __shared__ int kept[64];
+    kept[threadIdx.x] = threadIdx.x + more;
+    __syncthreads();
+    out[threadIdx.x] = 0.5f * kept[63 - threadIdx.x];
+}
+"""
+
+
+def test_registers_of_a_lane() -> None:
+    out = np.zeros(64, np.float32)
+    stepper = ptxsim.step(COUNT, 1, 64, [out, 7]).until("st.shared")
+    (warp,) = [w for w in (0, 1) if "st.shared" in repr(stepper.registers(w)).split("next:")[0]]
+    registers = stepper.registers(warp, lane=5)
+    assert 32 * warp + 5 + 7 in [value.signed for value in registers.values() if value.written]
+    assert "nobody wrote it" in repr(registers["%f1"]) and not registers["%f1"].written
+    assert "lane 5" in repr(registers) and "kernel.cu:4" in repr(registers)
+    data, written = stepper.shared(0, 256)
+    assert written.view(np.uint32).astype(bool).sum() == 32
+    assert (data.view(np.int32)[32 * warp : 32 * warp + 32] == 32 * warp + np.arange(32) + 7).all()
+    stepper.until("st.global")
+    values = [value.number for value in stepper.registers(0, 0).values() if value.written]
+    values += [value.number for value in stepper.registers(1, 31).values() if value.written]
+    assert 35.0 in values or 3.5 in values
+    assert stepper.finish().steps and (out == (70 - np.arange(64)) / 2).all()
+
+
+def test_one_warp_alone_goes_as_far_as_its_barrier() -> None:
+    stepper = ptxsim.step(COUNT, 2, 64, [np.zeros(64, np.float32), 0])
+    stepper.step(1000, warp=1)
+    assert stepper.next(1).opcode.startswith(("bar", "barrier")) and "waits" in repr(stepper)
+    assert stepper.next(0).number < stepper.next(1).number
+    stepper.step(1000)
+    assert stepper.done
+
+
+def test_the_same_seed_gives_the_same_run_in_steps_or_at_once() -> None:
+    one, two = np.zeros(64, np.float32), np.zeros(64, np.float32)
+    stepper = ptxsim.step(COUNT, 3, 64, [one, 1], seed=3)
+    while not stepper.step().done:
+        pass
+    assert stepper.report.steps == ptxsim.run(COUNT, 3, 64, [two, 1], seed=3).steps and (one == two).all()
+
+
+def test_what_there_is_not() -> None:
+    stepper = ptxsim.step(COUNT, 1, 64, [np.zeros(64, np.float32), 0])
+    with pytest.raises(ValueError, match="warp: expected 0 to 1, got 2"):
+        stepper.registers(2)
+    with pytest.raises(ValueError, match="lane: expected 0 to 31, got 32"):
+        stepper.registers(0, 32)
+    with pytest.raises(ValueError, match="cta: expected 0 to 0"):
+        stepper.barriers(1)
+    with pytest.raises(ValueError, match="expected bytes below 256"):
+        stepper.shared(0, 8192)
+    with pytest.raises(ValueError, match="count: expected at least 1"):
+        stepper.step(0)
+    with pytest.raises(RuntimeError, match="text: expected that of an instruction"):
+        stepper.until("wgmma")
