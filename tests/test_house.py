@@ -254,18 +254,36 @@ def test_without_ptxsim_the_lab_says_how_to_get_it() -> None:
     assert "ImportError: ptxsim: expected" in done.stderr and "pip install ./ptxsim" in done.stderr
 
 
-CEILINGS = {"blazeproto/lab": 3031, "ptxsim": 2900}
-"""Statements of a folder, at most; tests are not counted. To raise one takes a line in docs/decisions.md."""
+CEILINGS = {
+    "blazeproto/*.py": 807,
+    "blazeproto/runtime/**/*.py": 960,
+    "blazeproto/dispatch/**/*.py": 732,
+    "blazeproto/router/**/*.py": 2364,
+    "blazeproto/gemm/**/*.py": 1994,
+    "blazeproto/autograd/**/*.py": 1796,
+    "blazeproto/blocksparse/**/*.py": 605,
+    "blazeproto/distributed/**/*.py": 504,
+    "blazeproto/integrations/**/*.py": 319,
+    "blazeproto/lab/**/*.py": 3040,
+    "ptxsim/*.py": 2900,
+    "scripts/**/*.py": 10204,
+    "tests/**/*.py ptxsim/tests/**/*.py": 26445,
+    "blazeproto/**/*.cu blazeproto/**/*.cuh": 4966,
+}
+"""How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in
+docs/decisions.md that says what was bought."""
 
 
-@pytest.mark.parametrize("folder", CEILINGS)
-def test_rooms_stay_below_their_ceilings(folder: str) -> None:
-    paths = [
-        path
-        for path in (PACKAGE.parent / folder).rglob("*.py")
-        if "tests" not in path.relative_to(PACKAGE.parent).parts
-    ]
-    assert sum(statements(path.read_text()) for path in paths) <= CEILINGS[folder]
+@pytest.mark.parametrize("room", CEILINGS)
+def test_rooms_stay_below_their_ceilings(room: str) -> None:
+    paths = [path for pattern in room.split() for path in PACKAGE.parent.glob(pattern)]
+    sizes = {path: size_of(path) for path in paths}
+    assert 0 < sum(sizes.values()) <= CEILINGS[room]
+
+
+def size_of(path: Path) -> int:
+    text = path.read_text()
+    return statements(text) if path.suffix == ".py" else len(text.splitlines())
 
 
 def statements(source: str) -> int:

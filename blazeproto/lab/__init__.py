@@ -10,6 +10,7 @@ A name is imported when it is first used.
 
 import importlib
 import warnings
+from functools import partial
 from typing import Any
 
 _HOME_OF = {
@@ -37,12 +38,23 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"blazeproto.lab.{name}")
     if name in _MOVED:
         warnings.warn(f"blazeproto.lab.{name} is ptxsim.{name} now", DeprecationWarning, stacklevel=2)
-        return getattr(importlib.import_module("ptxsim"), name)
+        return _with_headers(name)
     if name not in _HOME_OF:
         raise AttributeError(f"module 'blazeproto.lab' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"blazeproto.lab.{_HOME_OF[name]}"), name)
     globals()[name] = value  # over a module of the same name
     return value
+
+
+def _with_headers(name: str) -> Any:
+    """ptxsim's function, which finds the package's headers as it did here."""
+    moved = getattr(importlib.import_module("ptxsim"), name)
+    options = (f"-I{importlib.import_module('blazeproto.gemm.compile').CUDA_SOURCES}",)
+    if name in ("run", "step"):
+        return partial(moved, options=options)
+    if name == "tensor_map":
+        return moved
+    return lambda streams, **how: moved([[{"options": options} | launch for launch in each] for each in streams], **how)
 
 
 def __dir__() -> list[str]:
