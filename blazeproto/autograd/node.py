@@ -20,14 +20,14 @@ from torch import Tensor
 from blazeproto.activations import activation_named
 from blazeproto.autograd import flops
 from blazeproto.autograd.arguments import DOWN, OF_DOWN, TAIL, WEIGHTS, Made, Parameters, Saved
-from blazeproto.autograd.backends import Backend, backend_on, dispatch_backend
+from blazeproto.autograd.backends import backend_on, dispatch_backend
 from blazeproto.autograd.chunks import WHOLE, Chunk, chunks_of, num_chunks, take
-from blazeproto.autograd.kept import check_unchanged
 from blazeproto.autograd.operators import Gradients, cast, define
 from blazeproto.autograd.options import Options
-from blazeproto.autograd.peers import EXCHANGES, Peers, peers_of
 from blazeproto.autograd.private import graph_is_kept, release_saved_tensors, unobserved
-from blazeproto.autograd.records import new_rows, new_weights
+from blazeproto.autograd.ranks import EXCHANGES, Peers, peers_of
+from blazeproto.autograd.records import check_unchanged, new_rows, new_weights
+from blazeproto.autograd.step import Backend, BackendStep, OuterSum
 
 
 def _read(
@@ -209,6 +209,7 @@ def experts(*arguments: Any) -> tuple[Tensor | None, ...]:
     up: Any = None
     down: Any = None
     out: Any = None
+    step: Any = None
     for tokens, row_slice, chunk_dispatch in chunks:
         rows, x = backend.rows_of(chunk_dispatch), peers.send(p.x) if peers else take(p.x, tokens)
         h, act, xa, act_a = [take(t, row_slice) for t in saved[:4]]
@@ -218,7 +219,7 @@ def experts(*arguments: Any) -> tuple[Tensor | None, ...]:
         if p.up_a is not None:
             xa = backend.low_rank_rows(x, cast(p.up_a, dtype), rows, gather=True, transposed=False, out=xa)
             low = (xa, cast(p.up_b, dtype))
-        h, act = backend.up_forward(x, up, p.up_bias, rows, options.activation, low, h, act)
+        h, act = backend.up_forward(BackendStep(rows, up, p.up_bias, low, activation=options.activation), x, h, act)
         h = xa = low = None  # before Y is allocated
         up = None if len(chunks) == 1 else up  # likewise, a quantized one
         if down is None:
@@ -227,10 +228,10 @@ def experts(*arguments: Any) -> tuple[Tensor | None, ...]:
             act_a = backend.low_rank_rows(act, cast(p.down_a, dtype), rows, gather=False, transposed=False, out=act_a)
             low = (act_a, cast(p.down_b, dtype))
         out = torch.empty_like(p.x) if out is None else out
-        scores, place, over = take(p.scores, tokens), take(out, tokens), not options.saves_act
-        how: Any = {"overwrite_act": over, "add_up": peers and peers.add_up}
-        backend.down_forward(act, down, p.down_bias, scores, rows, place, options.combine, low, **how)
-        act = act_a = low = None  # before the next chunk's are allocated
+        sums: Any = {"scores": take(p.scores, tokens), "combine": options.combine, "add_up": peers and peers.add_up}
+        step = BackendStep(rows, down, p.down_bias, low, **sums)
+        backend.down_forward(step, act, take(out, tokens), overwrite_act=not options.saves_act)
+        act = act_a = low = step = None  # before the next chunk's are allocated
     return out, *saved
 
 
@@ -252,8 +253,8 @@ def _gradient(
 ) -> None:
     """Make the gradient of a weight or a factor, or add a chunk's, if it is needed. The operands: `Backend.weight_gradient`."""
     if getattr(need, name):
-        how = {"gather": gather, "transposed": transposed, "factor": name.endswith(("_a", "_b"))}
-        made[name] = backend.weight_gradient(left, ordered, getattr(p, name), rows, made[name], **how)
+        how = (gather, transposed, name.endswith(("_a", "_b")))
+        made[name] = backend.weight_gradient(rows, OuterSum(left, ordered, getattr(p, name), made[name], *how))
 
 
 def _backward_fake(
@@ -294,6 +295,7 @@ def backward(
     up: Any = None
     up_back: Any = None
     down: Any = None
+    step: Any = None
     made: dict[str, Any] = dict.fromkeys(Made._fields)
     arrived: Any = peers.send if peers else lambda t: t  # of all ranks' tokens what this rank's rows gather
     one = len(chunks) == 1  # and then a cast or quantized weight is freed after the product that reads it
@@ -317,8 +319,9 @@ def backward(
                     low = (xa, cast(p.up_b, dtype))
                 if up is None:
                     up = backend.forward_weight(p.up_proj, dtype, rows, up_kept)
-                h, act = backend.up_forward(x, up, p.up_bias, rows, options.activation, low)
-                low, up = None, None if one else up
+                step = BackendStep(rows, up, p.up_bias, low, activation=options.activation)
+                h, act = backend.up_forward(step, x, None, None)
+                low, step, up = None, None, None if one else up
                 if need.down_b:
                     act_a = backend.low_rank_rows(act, cast(p.down_a, dtype), rows, gather=False, transposed=False)
                 act = act if backend.READS_ACT else None
@@ -331,14 +334,14 @@ def backward(
                 if down is None:
                     kept = down_kept if saved.down_t is None else saved.down_t
                     down = backend.backward_weight(p.down_proj, dtype, rows, kept)
-                state = (h, act, scores, down, p.down_bias if need.scores else None, rows, options.activation, low)
+                step = BackendStep(rows, down, p.down_bias if need.scores else None, low, scores, options.activation)
                 over = overwrite_h or again
-                dh, d_scores, a_scaled = backend.down_backward_act(wanted, d_chunk, *state, overwrite_h=over)
+                dh, d_scores, a_scaled = backend.down_backward_act(step, wanted, d_chunk, h, act, overwrite_h=over)
                 if need.scores and tokens is None:
                     made["scores"] = d_scores
                 elif need.scores:
                     made["scores"][tokens].copy_(d_scores)
-                del state, d_scores
+                del step, d_scores
                 down = None if one else down
             gradient("down_proj", d_chunk, a_scaled, gather=True, transposed=False)
             if need.down_bias:
@@ -359,8 +362,9 @@ def backward(
                     kept = up_kept if saved.up_t is None else saved.up_t
                     up_back = backend.backward_weight(p.up_proj, dtype, rows, kept)
                 how: Any = {"combine": options.combine, "add_up": peers and peers.add_up}
-                dx = backend.up_backward_act(dh, x, up_back, rows, low, take(made["x"], tokens), **how)
-                made["x"], up_back = dx if tokens is None else made["x"], None if one else up_back
+                made["x"] = torch.empty_like(p.x) if made["x"] is None else made["x"]
+                backend.up_backward_act(BackendStep(rows, up_back, None, low, **how), dh, take(made["x"], tokens))
+                up_back = None if one else up_back
             if need.up_proj or need.up_a:
                 x = arrived(x)
             gradient("up_proj", x, dh, gather=True, transposed=True)
