@@ -40,26 +40,35 @@ class Hopper:
     def forward_weight(
         weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None, place: Tensor | None = None
     ) -> Quantized:
-        record = _quantized(weight, dtype, rows, (True, False), place) if kept is None else kept
-        return weights_in(record[0], *weight.shape[1:])
+        if kept is None:
+            kept, *orders = _orders(weight, (True, False), place)
+            quantize.launch_weights(hopper_backend.ready(cast(weight, dtype)), rows, *orders)
+        return weights_in(kept[0], *weight.shape[1:])
 
     @staticmethod
     def backward_weight(weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None) -> Quantized:
         """The transpose, quantized."""
-        record = _quantized(weight, dtype, rows, (False, True)) if kept is None else kept
-        return weights_in(record[-1], *weight.shape[:0:-1])
+        if kept is None:
+            kept, *orders = _orders(weight, (False, True))
+            quantize.launch_weights(hopper_backend.ready(cast(weight, dtype)), rows, *orders)
+        return weights_in(kept[-1], *weight.shape[:0:-1])
 
     @staticmethod
     def keep(weight: Tensor, dtype: torch.dtype) -> Tensor:
         """A record (2, E, bytes): forward's order, and transposed."""
-        return _quantized(weight, dtype, OnStream(weight.get_device(), current_stream(weight)), (True, True))
+        record, *orders = _orders(weight, (True, True))
+        at = OnStream(weight.get_device(), current_stream(weight))
+        quantize.launch_weights(hopper_backend.ready(cast(weight, dtype)), at, *orders)
+        return record
 
     def up_forward(self, step: BackendStep, x: Tensor, h: Tensor | None, act: Tensor | None) -> tuple[Tensor, Tensor]:
         rows, width = step.rows, step.weight.values.shape[1]
         h = new_rows(x, rows.num_rows, width) if h is None else h
         act = new_rows(x, rows.num_rows, width // 2)
         places = {"h": rows_in(h, width), "act": rows_in(act, width // 2)}
-        fp8.launch_up(self._tokens(x, rows), step.weight, rows, activation=step.activation, **places)
+        tokens = new_quantized(x, FP8.x.scale, *x.shape)
+        quantize.launch_rows(hopper_backend.ready(x), rows, tokens)
+        fp8.launch_up(tokens, step.weight, rows, activation=step.activation, **places)
         return h, act
 
     def down_forward(self, step: BackendStep, act: Tensor, out: Tensor, *, overwrite_act: bool) -> None:
@@ -80,8 +89,10 @@ class Hopper:
         rows, scores, d_expert = step.rows, hopper_backend.ready(step.scores), step.weight.values.shape[1]
         dh = h if overwrite_h else torch.empty_like(h)
         a_scaled, d_scores = new_rows(h, rows.num_rows, d_expert), torch.empty_like(scores)
+        tokens = new_quantized(d_out, FP8.d_out.scale, *d_out.shape)
+        quantize.launch_rows(hopper_backend.ready(d_out), rows, tokens)
         fp8.launch_down_backward(
-            self._tokens(d_out, rows),
+            tokens,
             step.weight,
             rows_in(h, 2 * d_expert),
             scores,
@@ -106,7 +117,8 @@ class Hopper:
         before = left.new_empty(rows.num_experts + 1, dtype=torch.int32)
         quantize.launch_block_offsets(rows, before)
         turned = self._turned(rows_in(of.ordered, width), range(width), rows, before, gather=False)
-        tokens = self._tokens(left, rows)
+        tokens = new_quantized(left, FP8.x.scale, *left.shape)
+        quantize.launch_rows(hopper_backend.ready(left), rows, tokens)
         for columns in in_slices(d_model, 1 if f32 else -(-4 * d_model // (3 * width))):
             part = self._turned(tokens, columns, rows, before, gather=True)
             operands, first = (
@@ -122,11 +134,6 @@ class Hopper:
         quantize.launch_transpose(of, rows, before, columns, out, gather=gather)
         return out
 
-    def _tokens(self, x: Tensor, rows: Addresses) -> Quantized:
-        made = new_quantized(x, FP8.x.scale, *x.shape)
-        quantize.launch_rows(hopper_backend.ready(x), rows, made)
-        return made
-
     def _rows_and_sums(self, step: BackendStep, a: Quantized, out: Tensor, scores: Tensor | None) -> None:
         """The sums over a token's rows of a W^T, some columns at a time, as `hopper_backend` has them."""
         rows, weights = step.rows, step.weight
@@ -137,17 +144,15 @@ class Hopper:
             del made  # before the next one is allocated
 
 
-def _quantized(
-    weight: Tensor, dtype: torch.dtype, at: Addresses | OnStream, orders: tuple[bool, bool], place: Tensor | None = None
-) -> Tensor:
-    """A record of a weight, made in one pass. orders: forward's and the transpose, which of them are in it.  place: a record of
-    its own for the transpose."""
+def _orders(
+    weight: Tensor, orders: tuple[bool, bool], place: Tensor | None = None
+) -> tuple[Tensor, Quantized | None, Quantized | None]:
+    """A record of a weight, and its orders, which one pass fills.  orders: whether forward's and the transpose are in it.
+    place: a record of its own for the transpose."""
     record = new_weights(weight, weight.shape, sum(orders))
     back = record if orders[1] else place
     to = weights_in(record[0], *weight.shape[1:]) if orders[0] else None
-    to_transposed = None if back is None else weights_in(back[-1], *weight.shape[:0:-1])
-    quantize.launch_weights(hopper_backend.ready(cast(weight, dtype)), at, to, to_transposed)
-    return record
+    return record, to, None if back is None else weights_in(back[-1], *weight.shape[:0:-1])
 
 
 class Plain:

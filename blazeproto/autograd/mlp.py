@@ -1,20 +1,20 @@
-"""``moe_mlp``: the expert MLP as a function of tensors, with a backward.
+"""``moe_mlp``: the expert MLP as a function of tensors, with a backward; `dispatched_mlp`: the same, experts on several ranks.
 
-One autograd node. Forward is one operator; backward is one (double boxes), called twice for a whole batch. What the node saves is
-listed between them.
+One autograd node. Forward is one operator. The steps of backward (double boxes) are calls of another, where a compiler, a
+profiler or a mode sees them. What the node saves is listed between them.
 
     x, W_up, W_down, S ──> [ moe_experts: up ── act ──> down, combine ] ──> out
                                            │
     saved:      X, S, indices              H               (save="minimal")
 
-    dX, dW_up <── [[ moe_backward ]] <── dH ── [[ moe_backward ]] <── dO
-                                          dS, dW_down <──┘
+    dX, dW_up <── [[ dX ]], [[ dW_up ]] <── dH ── [[ dH, A', dS ]] <── dO
+                                dW_down <── [[ dW_down ]] <── A' ──┘
 
-The call that makes dH makes act again from H, so act need not be saved. On the Hopper backend it writes dH over H where that
+The step that makes dH makes act again from H, so act need not be saved. On the Hopper backend it writes dH over H where that
 cannot be noticed: where H was made again (save="recompute"), and where only the autograd node holds the saved H. If the
 graph is kept for another backward, if hooks are given what is saved, or if a compiler, a profiler or a mode has seen H, dH is
-a new array and H stays as it was. H is freed before the second call, unless the graph is kept. In chunks of tokens
-(``workspace_bytes``) one call does both for each chunk in turn.
+a new array and H stays as it was. H is freed before the other steps, unless the graph is kept. In chunks of tokens
+(``workspace_bytes``) one call makes all steps of each chunk in turn.
 
 With low-rank factors (LoRA) an expert's weight is W + B A. Neither that sum nor a gradient of its size is ever made: the factors'
 products have r columns, read the tokens' rows where the weights' products read them, and are added before a bias and the
@@ -34,8 +34,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blazeproto.autograd import node
+from blazeproto.autograd import chunks, node
 from blazeproto.autograd.backends import backend_on
+from blazeproto.autograd.call import Beside, ExpertsCall, How, Parameters, pack
 from blazeproto.autograd.checks import check_choice, check_dense, check_dtype, check_experts
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for
 from blazeproto.autograd.low_rank import LowRank, padded, rank_of, tensors_of
@@ -143,34 +144,31 @@ def moe_mlp(
         scores = cast(scores, torch.float64 if wide else torch.float32).contiguous()
         parameters = operator_tensors(x, (gate_up_proj,), *weights, scores)
         direct = unobserved((*parameters, topk_experts, pair_tokens, token_offsets)) and not on_another_gpu(x)
-        chunk_tokens, top_k = WHOLE, 0 if dispatch is None else dispatch.top_k or 0
+        chunk_tokens = WHOLE
         if dispatch is None:
             assert topk_experts is not None
+            top_k = None
             if pair_tokens is None:
-                top_k, (num_tokens, d_model) = topk_experts.shape[1], x.shape
-                widths = (d_model, down_proj.shape[2], options.activation, x.dtype.itemsize, options.row_capacity)
-                sizes = (num_tokens, top_k, *widths, rank_of(up_factors), rank_of(down_factors))
-                chunk_tokens = chunk_tokens_for(options.workspace_bytes, *sizes, combine=options.combine)
-            build = node.dispatch.entry((), unobserved=direct)
-            index = build(topk_experts, num_experts, chunk_tokens, options.backend, options.row_capacity)
-        else:
-            pair_tokens, token_offsets = dispatch.pair_tokens, dispatch.token_offsets
-            index = tuple(t.contiguous() for t in list(dispatch.arrays.values())[:3])
-        if pair_tokens is not None and token_offsets is not None:
-            pair_tokens, token_offsets = pair_tokens.contiguous(), token_offsets.contiguous()
-        ranks, exchange = (None, "") if peers is None else peers
-        tail = (
-            *kept,
-            *index,
-            top_k,
-            pair_tokens,
-            token_offsets,
-            chunk_tokens,
-            ranks,
-            exchange,
-            encoded(options, parameters),
-        )
-        return node.experts.entry(parameters, unobserved=direct)(*parameters, *tail)[0]
+                top_k = topk_experts.shape[1]
+                widths = (x.shape[1], down_proj.shape[2], options.activation, x.dtype.itemsize, options.row_capacity)
+                of_one = (top_k, *widths, rank_of(up_factors), rank_of(down_factors))
+                chunk_tokens = chunk_tokens_for(options.workspace_bytes, x.shape[0], *of_one, combine=options.combine)
+            build = chunks.dispatch.entry((), unobserved=direct)
+            pairs, offsets, index_map = build(
+                topk_experts, num_experts, chunk_tokens, options.backend, options.row_capacity
+            )
+            if pair_tokens is not None and token_offsets is not None:
+                pair_tokens, token_offsets = pair_tokens.contiguous(), token_offsets.contiguous()
+            sizes = num_experts, top_k, places or x.shape[0]
+            offsets = offsets.view(-1) if chunk_tokens == WHOLE else offsets
+            dispatch = Dispatch(pairs, offsets, index_map, None, *sizes, token_offsets, pair_tokens)
+        elif not all(t is None or t.is_contiguous() for t in dispatch.arrays.values()):
+            arrays: dict[str, Any] = {name: t if t is None else t.contiguous() for name, t in dispatch.arrays.items()}
+            dispatch = replace(dispatch, **arrays)
+        ranks, exchange = peers or ALONE
+        how = how_of(options, parameters, dispatch.top_k or 0, chunk_tokens, exchange)
+        call = ExpertsCall(parameters, Beside(*kept, ranks), dispatch, how)
+        return node.experts.entry(parameters, unobserved=direct)(*pack(call))[0]
 
 
 def operator_tensors(
@@ -182,20 +180,22 @@ def operator_tensors(
     up_factors: LowRank | None,
     down_factors: LowRank | None,
     scores: Tensor,
-) -> tuple[Tensor | None, ...]:
-    """`arguments.Parameters` and up_rest, as the operators take them. up: gate_up_proj, or gate and up."""
+) -> Parameters:
+    """As the operators take them. up: gate_up_proj, or gate and up."""
     of_up = (dense(up[0]), up_bias, *padded(up_factors))
     of_down = (dense(down_proj), down_bias, *padded(down_factors))
-    return x.contiguous(), *of_up, *of_down, scores, dense(up[1]) if len(up) == 2 else None
+    return Parameters(x.contiguous(), *of_up, *of_down, scores, dense(up[1]) if len(up) == 2 else None)
 
 
-def encoded(options: Options, parameters: tuple[Tensor | None, ...]) -> str:
-    """The options for the operators, with the save policy that a call with these tensors has."""
-    needs = [t is not None and t.requires_grad for t in parameters]
-    if not (torch.is_grad_enabled() and any(needs)):
-        return options.encode("recompute")  # nothing will ask for H
-    policy = options.policy(trains_down=needs[5] or needs[7])  # down_proj, down_a
-    return options.encode(policy, keep_transposed=needs[0])  # without dX nothing reads W_up's transpose
+def how_of(options: Options, p: Parameters, top_k: int, chunk_tokens: int, exchange: str) -> How:
+    """With the save policy that a call with these tensors has."""
+    rest = (top_k, chunk_tokens, exchange)
+    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in p)):
+        return How(options, "recompute", False, *rest)  # nothing will ask for H
+    trains_down = p.down_proj.requires_grad or (p.down_a is not None and p.down_a.requires_grad)
+    # Without dX nothing reads W_up's transpose.
+    keep_transposed = options.keep_transposed and p.x.requires_grad
+    return How(options, options.policy(trains_down=trains_down), keep_transposed, *rest)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -18,7 +18,6 @@ told a process group.
 """
 
 from collections.abc import Callable, MutableMapping
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
@@ -85,22 +84,6 @@ class PeersNamed(NamedTuple):
 
 ALONE = PeersNamed(None, "")
 """Rows that have arrived, and no exchange."""
-
-
-class Peers(NamedTuple):
-    """The same inside an operator."""
-
-    send: Callable[[Tensor], Tensor]
-    add_up: AddUp
-    places: int
-
-
-def peers_of(exchange: str, token_ranks: Tensor | None) -> Peers | None:
-    """None on one rank."""
-    if token_ranks is None:
-        return None
-    found = EXCHANGES[exchange]
-    return Peers(partial(found.send, token_ranks=token_ranks), partial(found.add_up, token_ranks), found.places)
 
 
 class Arrived(NamedTuple):

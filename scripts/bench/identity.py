@@ -255,7 +255,7 @@ TIMED_BY = ("scripts.", "blazeproto.lab.times")  # where what times a figure sta
 AS_BEFORE = {
     "0934be240837f86d": "338d3e0ffcef8934",  # scripts.bench.router.measure
     "6bb3e78b8fa01ba1": "f08de043680d90fa",  # scripts.bench.distributed.weak_scaling
-    "6f5873371f6d8013": "5775d227d90f795a",  # scripts.bench.expert_parallel.measure
+    "6f5873371f6d8013": "dc256b1a0d23245b",  # scripts.bench.expert_parallel.measure
     "6fca11a6ce220cd5": "f487aae5d2d596e7",  # scripts.bench.expert_parallel.measure_torchs
     "e90fa147c2e681b7": "f487aae5d2d596e7",
     "018f31ac54ebf294": "baf123cdad879a73",  # scripts.bench.models.layers.decode
