@@ -20,9 +20,10 @@ from blazeproto.autograd.backends import backend_on, check_device, device_index,
 from blazeproto.autograd.checkpoint import refuse_lost_gradients
 from blazeproto.autograd.checks import check_dense, check_dtype, check_weights
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for, num_chunks
-from blazeproto.autograd.dispatcher import Dispatcher, dispatched_mlp, refuse_ranks
+from blazeproto.autograd.mlp import dispatched_mlp
 from blazeproto.autograd.operators import autocast_dtype, gradient_rounded
 from blazeproto.autograd.options import OPTION_NAMES, Options, documented, takes_options
+from blazeproto.autograd.ranks import Dispatcher, refuse_ranks
 from blazeproto.autograd.shared_expert import SharedExpert, up_name
 from blazeproto.router.choices import CHOICES
 from blazeproto.router.router import check_mask, check_takes_mask, make_router, router_keywords

@@ -334,7 +334,7 @@ LEFT_OUT = {
     **dict.fromkeys((f"autograd.{name}" for name in ("Arrived", "LowRank", "QuantizedWeights")), RECORD),
     **dict.fromkeys(("blocksparse.Padding", "blocksparse.Topology"), RECORD),
     **{f"{of}.{name}": CALLED for of in DISPATCHERS for name in ("check", "combine", "dispatch", "overflow")},
-    **dict.fromkeys(("autograd.Options.encode", "autograd.Options.policy"), CALLED),
+    "autograd.Options.policy": CALLED,
     **{f"gemm.Product.{name}": CALLED for name in ("for_layer", "launches", "least_bytes", "operations")},
     **dict.fromkeys(("gemm.Kernel.function", "gemm.Kernel.handle"), "needs a GPU"),
     **{f"activations.{name}": CALLED for name in FORMULAS},

@@ -1,13 +1,13 @@
 """What is saved, what is recomputed, in which order the kernels run: the bridge to PyTorch."""
 
 from blazeproto.autograd.checkpoint import checkpoint_contexts, checkpoint_policy
-from blazeproto.autograd.dispatcher import Arrived, Dispatcher
 from blazeproto.autograd.grouped import grouped_experts
-from blazeproto.autograd.kept import QuantizedWeights, quantize_weights
 from blazeproto.autograd.low_rank import LowRank
-from blazeproto.autograd.mlp import moe_mlp
+from blazeproto.autograd.mlp import moe_mlp, quantize_weights
 from blazeproto.autograd.options import Options
 from blazeproto.autograd.policy import SavePolicy, saved_bytes
+from blazeproto.autograd.ranks import Arrived, Dispatcher
+from blazeproto.autograd.records import QuantizedWeights
 from blazeproto.gemm.recipe import Recipe
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The two backends, their protocol, and which of them runs: ``backend="auto" | "hopper" | "torch"``.
+"""The backends, and which of them runs: ``backend="auto" | "hopper" | "torch"``.
 
 `backend_on` is asked inside the operators, where tensors are real, so that nothing of it is traced by torch.compile
 and every operator of one layer answers alike.
@@ -6,144 +6,16 @@ and every operator of one layer answers alike.
 
 import importlib
 import warnings
-from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor
 
-from blazeproto.autograd.low_rank import LowRows
-from blazeproto.autograd.peers import AddUp
-from blazeproto.dispatch.structures import Dispatch
+from blazeproto.autograd.step import Backend
 from blazeproto.gemm.tiles import CHUNK, MAX_EXPERTS
 from blazeproto.runtime import optional
 
 HOPPER_CAPABILITY = (9, 0)
-
-
-class Backend(Protocol):
-    """The products of the expert MLP, in an order that `blazeproto.autograd.node` gives. A backend is a module with these
-    functions: `hopper_backend`, `torch_backend`.
-
-    Shapes: x (T, d), up_proj (E, G n, d), down_proj (E, d, n), scores (T, K) or (P,), H (R, G n), act (R, n); G is 2 for a gated
-    activation, else 1. H is the up projection of each row's token, with its bias if there is one; act is the activation of H.
-    ``rows`` is what the backend's ``rows_of`` made of the dispatch. ``low`` is what low-rank factors add to a product
-    (`LowRows`); r is a multiple of 8. Accumulators are float32, or float64, and are added to and returned.
-    """
-
-    READS_ACT: bool
-    """Whether `down_backward_act` reads act where it is there."""
-
-    def build_dispatch(self, topk_experts: Tensor, num_experts: int, lists: tuple[Tensor, Tensor, Tensor]) -> None:
-        """topk_experts (T, K) or (P,), int32 or int64 -> fills expert_pair_indices (R,), expert_token_offsets (E+1,) and
-        token_index_map (P,). Where R < P, rows from R on are left out."""
-
-    def rows_of(self, dispatch: Dispatch) -> Any:
-        """The dispatch as the other functions take it; made once for all steps of an operator."""
-
-    def forward_weight(
-        self, weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None, place: Tensor | None = None
-    ) -> Any:
-        """A weight as the products of forward take it.  dtype: x's.  kept: the weight quantized before (`QuantizedWeights`).
-        place: a record that gets its transpose, quantized."""
-
-    def backward_weight(self, weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None) -> Any:
-        """The same for the products by rows of backward.  kept: what forward left in its place, too."""
-
-    def low_rank_rows(
-        self, a: Tensor, factor: Tensor, rows: Any, *, gather: bool, transposed: bool, out: Tensor | None = None
-    ) -> Tensor:
-        """-> (R, r) in a's dtype, new or in the place given: each row of a times its expert's factor (E, r, m)^T, or with
-        ``transposed`` (E, m, r).  a: (R, m) in expert order, or (T, m) with ``gather``."""
-
-    def up_forward(
-        self,
-        x: Tensor,
-        up_proj: Tensor,
-        bias: Tensor | None,
-        rows: Any,
-        activation: str,
-        low: LowRows | None = None,
-        h: Tensor | None = None,
-        act: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """-> H and act, new or in the places given. low: rows (R, r) and factor (E, G n, r); H gets rows factor^T before bias and
-        activation."""
-
-    def down_forward(
-        self,
-        act: Tensor,
-        down_proj: Tensor,
-        bias: Tensor | None,
-        scores: Tensor,
-        rows: Any,
-        out: Tensor,
-        combine: str,
-        low: LowRows | None = None,
-        *,
-        overwrite_act: bool,
-        add_up: AddUp | None = None,
-    ) -> None:
-        """-> out (T, d), in place. low: rows (R, r) and factor (E, d, r), for Y. overwrite_act: ``act`` may be written over.
-        add_up: what sums a token's rows, where its experts are on several ranks."""
-
-    def down_backward_act(
-        self,
-        needs: Sequence[bool],
-        d_out: Tensor,
-        h: Tensor,
-        act: Tensor | None,
-        scores: Tensor,
-        down_proj: Tensor,
-        bias: Tensor | None,
-        rows: Any,
-        activation: str,
-        low: LowRows | None = None,
-        *,
-        overwrite_h: bool,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """-> dH, d_scores and A' = S act (R, n), at least those needed. act: where it was saved.  bias: for d_scores.
-        low: rows (R, r) and factor (E, r, n), for dA' before the score.  overwrite_h: dH may lie over H."""
-
-    def up_backward_act(
-        self,
-        dh: Tensor,
-        x: Tensor,
-        up_proj: Tensor,
-        rows: Any,
-        low: LowRows | None = None,
-        dx: Tensor | None = None,
-        *,
-        combine: str = "gather",
-        add_up: AddUp | None = None,
-    ) -> Tensor:
-        """-> dX (T, d), new or in the place given. low: rows (R, r) and factor (E, r, d), for a row's dX before its token's
-        sum.  add_up: as for `down_forward`."""
-
-    def weight_gradient(
-        self,
-        left: Tensor,
-        ordered: Tensor,
-        like: Tensor,
-        rows: Any,
-        accumulator: Tensor | None = None,
-        *,
-        gather: bool,
-        transposed: bool,
-        factor: bool = False,
-    ) -> Tensor:
-        """The gradient of a weight or a low-rank factor, which lies as that does, ``like``, in its dtype; or the accumulator.
-
-        -> (E, m, k), or with ``transposed`` (E, k, m): the sum over each expert's rows of left^T ordered; zeros for an expert
-        without rows. left: (R, m) in expert order, or (T, m) with ``gather``.  ordered: (R, k).  factor: it is a factor.
-        """
-
-    def expert_row_sum(
-        self, values: Tensor, num_experts: int, rows: Any, scores: Tensor | None, accumulator: Tensor | None = None
-    ) -> Tensor:
-        """A bias's gradient, float32 or float64: (E, m) sums over each expert's rows, of S values gathered from (T, m), or
-        without scores of rows (R, m) as they are."""
 
 
 @lru_cache(maxsize=1024)

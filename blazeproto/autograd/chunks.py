@@ -11,9 +11,12 @@ in arrays whose slices are the chunks: pair p of a chunk counts from the chunk's
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from blazeproto.activations import activation_named
+from blazeproto.autograd.backends import dispatch_backend
+from blazeproto.autograd.operators import define
 from blazeproto.autograd.policy import padded_rank
 from blazeproto.dispatch.structures import Dispatch
 
@@ -36,28 +39,21 @@ def take(t: Any, part: slice | None) -> Any:
     return t if t is None or part is None else t[part]
 
 
-def chunks_of(
-    num_tokens: int,
-    num_experts: int,
-    expert_pair_indices: Tensor,
-    expert_token_offsets: Tensor,
-    token_index_map: Tensor,
-    top_k: int,
-    pair_tokens: Tensor | None,
-    token_offsets: Tensor | None,
-    chunk_tokens: int,
-) -> Iterator[Chunk]:
-    """The chunks of a batch, from the operators' index arrays. top_k: 0 if it varies, and then there is one chunk."""
+def chunks_of(dispatch: Dispatch, chunk_tokens: int) -> Iterator[Chunk]:
+    """The chunks of a batch. dispatch: of the batch, or the chunks' one behind the other, offsets (chunks, E+1)."""
     if chunk_tokens == WHOLE:
-        lists = (expert_pair_indices, expert_token_offsets.view(-1), token_index_map, None)
-        whole = Dispatch(*lists, num_experts, top_k or None, num_tokens, token_offsets, pair_tokens)
-        yield Chunk(None, None, whole)
+        yield Chunk(None, None, dispatch)
         return
+    num_tokens, top_k = dispatch.num_tokens, dispatch.top_k or 1
     for number, begin in enumerate(range(0, num_tokens, chunk_tokens)):
         end = min(begin + chunk_tokens, num_tokens)
         rows = slice(begin * top_k, end * top_k)
-        lists = (expert_pair_indices[rows], expert_token_offsets[number], token_index_map[rows], None)
-        yield Chunk(slice(begin, end), rows, Dispatch(*lists, num_experts, top_k, end - begin))
+        lists = (
+            dispatch.expert_pair_indices[rows],
+            dispatch.expert_token_offsets[number],
+            dispatch.token_index_map[rows],
+        )
+        yield Chunk(slice(begin, end), rows, Dispatch(*lists, None, dispatch.num_experts, top_k, end - begin))
 
 
 def num_chunks(num_tokens: int, chunk_tokens: int) -> int:
@@ -123,3 +119,53 @@ def chunk_tokens_for(
     fitting -= fitting % MULTIPLE
     even = -(-num_tokens // -(-num_tokens // fitting))
     return -(-even // MULTIPLE) * MULTIPLE
+
+
+# ---- dispatch ----------------------------------------------------------------------------------------------------
+
+
+def _dispatch_fake(
+    topk_experts: Tensor, num_experts: int, chunk_tokens: int, backend: str, row_capacity: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_rows = num_pairs = topk_experts.numel()
+    if row_capacity is not None and chunk_tokens == WHOLE:
+        num_rows = torch.sym_min(num_pairs, row_capacity)
+    shapes = (num_rows,), (num_chunks(topk_experts.shape[0], chunk_tokens), num_experts + 1), (num_pairs,)
+    pair_indices, offsets, token_index_map = (topk_experts.new_empty(shape, dtype=torch.int32) for shape in shapes)
+    return pair_indices, offsets, token_index_map
+
+
+@define(
+    "dispatch(Tensor topk_experts, int num_experts, SymInt chunk_tokens, str backend, SymInt? row_capacity=None) "
+    "-> (Tensor expert_pair_indices, Tensor expert_token_offsets, Tensor token_index_map)",
+    _dispatch_fake,
+    chooses=True,
+)
+def dispatch(
+    topk_experts: Tensor, num_experts: int, chunk_tokens: int, backend: str, row_capacity: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """topk_experts (T, K) or (P,), int32 or int64 -> expert_pair_indices (R,), expert_token_offsets (chunks, E+1) and
+    token_index_map (P,), int32: a dispatch for each chunk of tokens, or one for all.
+
+    A pair whose expert id is outside [0, E) gets no row: -1 in ``token_index_map``. The rows that are left over come
+    last, with -1 in ``expert_pair_indices``. R is P, or min(P, row_capacity) in one dispatch for all; chunks leave out the
+    pairs that this one leaves out, and have places for all of theirs.
+    """
+    made = _dispatch_fake(topk_experts, num_experts, chunk_tokens, backend, row_capacity)
+    builder = dispatch_backend(backend, topk_experts.device)
+    if row_capacity is not None and row_capacity < topk_experts.numel() and chunk_tokens != WHOLE:
+        whole = _dispatch_fake(topk_experts, num_experts, WHOLE, backend, row_capacity)
+        builder.build_dispatch(topk_experts, num_experts, (whole[0], whole[1][0], whole[2]))
+        topk_experts = topk_experts.masked_fill(whole[2].view(topk_experts.shape) < 0, -1)
+    top_k = topk_experts.shape[1] if topk_experts.dim() == 2 else 1
+    pairs, offsets, index_map = made
+    offsets = offsets.view(-1) if chunk_tokens == WHOLE else offsets
+    of_all = Dispatch(pairs, offsets, index_map, None, num_experts, top_k, topk_experts.shape[0])
+    for chunk in chunks_of(of_all, chunk_tokens):
+        lists = (
+            chunk.dispatch.expert_pair_indices,
+            chunk.dispatch.expert_token_offsets,
+            chunk.dispatch.token_index_map,
+        )
+        builder.build_dispatch(take(topk_experts, chunk.tokens), num_experts, lists)
+    return made

@@ -1,6 +1,6 @@
 """The backends with fp8 (e4m3) operands, ``precision="fp8"`` (`blazeproto.gemm.recipe`).
 
-Each is a `blazeproto.autograd.backends.Backend` over one in bf16, which has what stays so: dispatch, combine. H, act, dH and A'
+Each is a `blazeproto.autograd.step.Backend` over one in bf16, which has what stays so: dispatch, combine. H, act, dH and A'
 are records (`records`), of rows that are quantized in blocks of 128. Tokens are quantized, each by itself, where they are used; a
 weight, 128 x 128 together, in forward in both orders, or each order before its product (`Options.keep_transposed`), unless the
 caller has kept it (`QuantizedWeights`). The checks refuse biases, low-rank factors and other sums than `combine`'s: all None.
@@ -19,6 +19,7 @@ from torch import Tensor
 from blazeproto.autograd import hopper_backend, torch_backend
 from blazeproto.autograd.operators import cast
 from blazeproto.autograd.records import new_quantized, new_rows, new_weights, rows_in, weights_in, width_of
+from blazeproto.autograd.step import BackendStep, OuterSum
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import down_backward, fp8, quantize
 from blazeproto.gemm.combine import column_slices, in_slices
@@ -39,134 +40,93 @@ class Hopper:
     def forward_weight(
         weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None, place: Tensor | None = None
     ) -> Quantized:
-        record = _quantized(weight, dtype, rows, (True, False), place) if kept is None else kept
-        return weights_in(record[0], *weight.shape[1:])
+        if kept is None:
+            kept, *orders = _orders(weight, (True, False), place)
+            quantize.launch_weights(hopper_backend.ready(cast(weight, dtype)), rows, *orders)
+        return weights_in(kept[0], *weight.shape[1:])
 
     @staticmethod
     def backward_weight(weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None) -> Quantized:
         """The transpose, quantized."""
-        record = _quantized(weight, dtype, rows, (False, True)) if kept is None else kept
-        return weights_in(record[-1], *weight.shape[:0:-1])
+        if kept is None:
+            kept, *orders = _orders(weight, (False, True))
+            quantize.launch_weights(hopper_backend.ready(cast(weight, dtype)), rows, *orders)
+        return weights_in(kept[-1], *weight.shape[:0:-1])
 
     @staticmethod
     def keep(weight: Tensor, dtype: torch.dtype) -> Tensor:
         """A record (2, E, bytes): forward's order, and transposed."""
-        return _quantized(weight, dtype, OnStream(weight.get_device(), current_stream(weight)), (True, True))
+        record, *orders = _orders(weight, (True, True))
+        at = OnStream(weight.get_device(), current_stream(weight))
+        quantize.launch_weights(hopper_backend.ready(cast(weight, dtype)), at, *orders)
+        return record
 
-    def up_forward(
-        self,
-        x: Tensor,
-        up_proj: Quantized,
-        bias: None,
-        rows: Addresses,
-        activation: str,
-        low: None = None,
-        h: Tensor | None = None,
-        act: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        width = up_proj.values.shape[1]
+    def up_forward(self, step: BackendStep, x: Tensor, h: Tensor | None, act: Tensor | None) -> tuple[Tensor, Tensor]:
+        rows, width = step.rows, step.weight.values.shape[1]
         h = new_rows(x, rows.num_rows, width) if h is None else h
         act = new_rows(x, rows.num_rows, width // 2)
         places = {"h": rows_in(h, width), "act": rows_in(act, width // 2)}
-        fp8.launch_up(self._tokens(x, rows), up_proj, rows, activation=activation, **places)
+        tokens = new_quantized(x, FP8.x.scale, *x.shape)
+        quantize.launch_rows(hopper_backend.ready(x), rows, tokens)
+        fp8.launch_up(tokens, step.weight, rows, activation=step.activation, **places)
         return h, act
 
-    def down_forward(
-        self,
-        act: Tensor,
-        down_proj: Quantized,
-        bias: None,
-        scores: Tensor,
-        rows: Addresses,
-        out: Tensor,
-        *_: Any,
-        **how: Any,
-    ) -> None:
+    def down_forward(self, step: BackendStep, act: Tensor, out: Tensor, *, overwrite_act: bool) -> None:
         # Half of what bf16 has, so that Y leaves room for the weights' copies.
-        self._rows_and_sums(
-            rows_in(act, down_proj.values.shape[2]),
-            down_proj,
-            rows,
-            2 * down_proj.values.nbytes,
-            out,
-            hopper_backend.ready(scores),
-        )
+        act_rows, scores = rows_in(act, step.weight.values.shape[2]), hopper_backend.ready(step.scores)
+        self._rows_and_sums(step, act_rows, out, scores)
 
     def down_backward_act(
         self,
+        step: BackendStep,
         needs: Sequence[bool],
         d_out: Tensor,
         h: Tensor,
-        act: None,
-        scores: Tensor,
-        down_proj: Quantized,
-        bias: None,
-        rows: Addresses,
-        activation: str,
-        low: None = None,
+        act: Tensor | None,
         *,
         overwrite_h: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        scores, d_expert, num_rows = hopper_backend.ready(scores), down_proj.values.shape[1], rows.num_rows
+        rows, scores, d_expert = step.rows, hopper_backend.ready(step.scores), step.weight.values.shape[1]
         dh = h if overwrite_h else torch.empty_like(h)
-        a_scaled, d_scores = new_rows(h, num_rows, d_expert), torch.empty_like(scores)
+        a_scaled, d_scores = new_rows(h, rows.num_rows, d_expert), torch.empty_like(scores)
+        tokens = new_quantized(d_out, FP8.d_out.scale, *d_out.shape)
+        quantize.launch_rows(hopper_backend.ready(d_out), rows, tokens)
         fp8.launch_down_backward(
-            self._tokens(d_out, rows),
-            down_proj,
+            tokens,
+            step.weight,
             rows_in(h, 2 * d_expert),
             scores,
             rows,
-            activation=activation,
+            activation=step.activation,
             dh=rows_in(dh, 2 * d_expert),
             a_scaled=rows_in(a_scaled, d_expert),
             d_scores=d_scores,
-            workspace=scores.new_empty(down_backward.score_partials(d_expert, fp8.TILES), num_rows),
+            workspace=scores.new_empty(down_backward.score_partials(d_expert, fp8.TILES), rows.num_rows),
         )
         return dh, d_scores, a_scaled
 
-    def up_backward_act(
-        self,
-        dh: Tensor,
-        x: Tensor,
-        up_proj: Quantized,
-        rows: Addresses,
-        low: None = None,
-        dx: Tensor | None = None,
-        **how: Any,
-    ) -> Tensor:
-        dx = torch.empty_like(x) if dx is None else dx
-        self._rows_and_sums(rows_in(dh, up_proj.values.shape[2]), up_proj, rows, 2 * up_proj.values.nbytes, dx, None)
-        return dx
+    def up_backward_act(self, step: BackendStep, dh: Tensor, dx: Tensor) -> None:
+        self._rows_and_sums(step, rows_in(dh, step.weight.values.shape[2]), dx, None)
 
-    def weight_gradient(
-        self,
-        left: Tensor,
-        ordered: Tensor,
-        like: Tensor,
-        rows: Addresses,
-        accumulator: Tensor | None = None,
-        *,
-        gather: bool,
-        transposed: bool,
-        factor: bool = False,
-    ) -> Tensor:
+    def weight_gradient(self, rows: Addresses, of: OuterSum) -> Tensor:
         """Some of a token's columns at a time, whose transpose takes at most 3/4 of the ordered rows': so a layer's peak is not
         above bf16's (docs/fp8.md, Memory)."""
-        width, d_model = width_of(ordered), left.shape[1]
-        f32, accumulate = like.dtype == torch.float32 or accumulator is not None, accumulator is not None
-        dw = torch.empty_like(like, dtype=torch.float32 if f32 else left.dtype) if accumulator is None else accumulator
+        left, like, width, d_model = of.left, of.like, width_of(of.ordered), of.left.shape[1]
+        f32 = like.dtype == torch.float32
+        dw = torch.empty_like(like, dtype=torch.float32 if f32 else left.dtype)
         before = left.new_empty(rows.num_experts + 1, dtype=torch.int32)
         quantize.launch_block_offsets(rows, before)
-        turned = self._turned(rows_in(ordered, width), range(width), rows, before, gather=False)
-        tokens = self._tokens(left, rows)
+        turned = self._turned(rows_in(of.ordered, width), range(width), rows, before, gather=False)
+        tokens = new_quantized(left, FP8.x.scale, *left.shape)
+        quantize.launch_rows(hopper_backend.ready(left), rows, tokens)
         for columns in in_slices(d_model, 1 if f32 else -(-4 * d_model // (3 * width))):
             part = self._turned(tokens, columns, rows, before, gather=True)
             operands, first = (
-                ((turned, part), (0, columns.start)) if transposed else ((part, turned), (columns.start, 0))
+                ((turned, part), (0, columns.start)) if of.transposed else ((part, turned), (columns.start, 0))
             )
-            fp8.launch_weight(*operands, rows, before, dw=dw, first=first, f32=f32, accumulate=accumulate)
+            fp8.launch_weight(*operands, rows, before, dw=dw, first=first, f32=f32, accumulate=False)
             del part, operands  # before the next one is allocated
-        return dw if accumulate else cast(dw, like.dtype)
+        return cast(dw, like.dtype)
 
     def _turned(self, of: Quantized, columns: range, rows: Addresses, before: Tensor, *, gather: bool) -> Quantized:
         length = quantize.most_blocks(rows.num_rows, rows.num_experts) * quantize.BLOCK
@@ -174,33 +134,25 @@ class Hopper:
         quantize.launch_transpose(of, rows, before, columns, out, gather=gather)
         return out
 
-    def _tokens(self, x: Tensor, rows: Addresses) -> Quantized:
-        made = new_quantized(x, FP8.x.scale, *x.shape)
-        quantize.launch_rows(hopper_backend.ready(x), rows, made)
-        return made
-
-    def _rows_and_sums(
-        self, a: Quantized, weights: Quantized, rows: Addresses, gradient_bytes: int, out: Tensor, scores: Tensor | None
-    ) -> None:
+    def _rows_and_sums(self, step: BackendStep, a: Quantized, out: Tensor, scores: Tensor | None) -> None:
         """The sums over a token's rows of a W^T, some columns at a time, as `hopper_backend` has them."""
-        for columns in column_slices(rows.num_rows, out.shape[1], gradient_bytes):
+        rows, weights = step.rows, step.weight
+        for columns in column_slices(rows.num_rows, out.shape[1], 2 * weights.values.nbytes):
             made = out.new_empty(rows.num_rows, len(columns))
             fp8.launch_linear(a, weights, rows, columns=columns, out=made)
             launch_combine(made, rows, scores=scores, columns=columns, out=out)
             del made  # before the next one is allocated
 
 
-def _quantized(
-    weight: Tensor, dtype: torch.dtype, at: Addresses | OnStream, orders: tuple[bool, bool], place: Tensor | None = None
-) -> Tensor:
-    """A record of a weight, made in one pass. orders: forward's and the transpose, which of them are in it.  place: a record of
-    its own for the transpose."""
+def _orders(
+    weight: Tensor, orders: tuple[bool, bool], place: Tensor | None = None
+) -> tuple[Tensor, Quantized | None, Quantized | None]:
+    """A record of a weight, and its orders, which one pass fills.  orders: whether forward's and the transpose are in it.
+    place: a record of its own for the transpose."""
     record = new_weights(weight, weight.shape, sum(orders))
     back = record if orders[1] else place
     to = weights_in(record[0], *weight.shape[1:]) if orders[0] else None
-    to_transposed = None if back is None else weights_in(back[-1], *weight.shape[:0:-1])
-    quantize.launch_weights(hopper_backend.ready(cast(weight, dtype)), at, to, to_transposed)
-    return record
+    return record, to, None if back is None else weights_in(back[-1], *weight.shape[:0:-1])
 
 
 class Plain:
@@ -240,60 +192,34 @@ class Plain:
             to.values.copy_(values), to.scales.copy_(scales)
         return record
 
-    def up_forward(
-        self,
-        x: Tensor,
-        up_proj: Tensor,
-        bias: None,
-        rows: Dispatch,
-        activation: str,
-        low: None = None,
-        h: Tensor | None = None,
-        *_: Any,
-    ) -> tuple[Tensor, Tensor]:
-        made = torch_backend.up_forward(_rounded(x, FP8.x), up_proj, None, rows, activation)
+    def up_forward(self, step: BackendStep, x: Tensor, h: Tensor | None, act: Tensor | None) -> tuple[Tensor, Tensor]:
+        made = torch_backend.up_forward(step, _rounded(x, FP8.x), None, None)
         return _to_record(made[0], h), _to_record(made[1])
 
-    def down_forward(
-        self,
-        act: Tensor,
-        down_proj: Tensor,
-        bias: None,
-        scores: Tensor,
-        rows: Dispatch,
-        out: Tensor,
-        combine: str,
-        low: None = None,
-        **how: Any,
-    ) -> None:
-        a = _from_record(act, down_proj.dtype)
-        torch_backend.down_forward(a, down_proj, None, scores, rows, out, combine, **how)
+    def down_forward(self, step: BackendStep, act: Tensor, out: Tensor, *, overwrite_act: bool) -> None:
+        torch_backend.down_forward(step, _from_record(act, step.weight.dtype), out, overwrite_act=overwrite_act)
 
     def down_backward_act(
         self,
+        step: BackendStep,
         needs: Sequence[bool],
         d_out: Tensor,
         h: Tensor,
-        act: None,
-        scores: Tensor,
-        down_proj: Tensor,
-        *others: Any,
-        **how: Any,
+        act: Tensor | None,
+        *,
+        overwrite_h: bool,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         d_out, h = _rounded(d_out, FP8.d_out), _from_record(h, d_out.dtype)
-        dh, d_scores, a_scaled = torch_backend.down_backward_act(
-            needs, d_out, h, act, scores, down_proj, *others, **how
-        )
+        made = torch_backend.down_backward_act(step, needs, d_out, h, act, overwrite_h=overwrite_h)
+        dh, d_scores, a_scaled = made
         return None if dh is None else _to_record(dh), d_scores, None if a_scaled is None else _to_record(a_scaled)
 
-    def up_backward_act(self, dh: Tensor, x: Tensor, up_proj: Tensor, *others: Any, **how: Any) -> Tensor:
-        return torch_backend.up_backward_act(_from_record(dh, up_proj.dtype), x, up_proj, *others, **how)
+    def up_backward_act(self, step: BackendStep, dh: Tensor, dx: Tensor) -> None:
+        torch_backend.up_backward_act(step, _from_record(dh, step.weight.dtype), dx)
 
-    def weight_gradient(
-        self, left: Tensor, ordered: Tensor, like: Tensor, rows: Dispatch, accumulator: Tensor | None = None, **how: Any
-    ) -> Tensor:
-        left = _rounded(left, FP8.x)
-        return torch_backend.weight_gradient(left, _from_record(ordered, left.dtype), like, rows, accumulator, **how)
+    def weight_gradient(self, rows: Dispatch, of: OuterSum) -> Tensor:
+        left = _rounded(of.left, FP8.x)
+        return torch_backend.weight_gradient(rows, of._replace(left=left, ordered=_from_record(of.ordered, left.dtype)))
 
 
 def _rounded(values: Tensor, operand: Operand) -> Tensor:

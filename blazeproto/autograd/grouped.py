@@ -13,13 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blazeproto.autograd import node
+from blazeproto.autograd.call import Beside, ExpertsCall, pack
 from blazeproto.autograd.checks import check_counts, check_dense, check_experts
 from blazeproto.autograd.chunks import WHOLE
 from blazeproto.autograd.low_rank import LowRank, tensors_of
-from blazeproto.autograd.mlp import encoded, operator_tensors
+from blazeproto.autograd.mlp import how_of, operator_tensors
 from blazeproto.autograd.operators import on_another_gpu, without_autocast
 from blazeproto.autograd.options import DEFAULTS, Options, merged, takes_options
 from blazeproto.autograd.private import refuse_transforms, unobserved
+from blazeproto.dispatch.structures import Dispatch
 
 
 @takes_options("row_capacity", "workspace_bytes", "validate")
@@ -84,19 +86,6 @@ def grouped_experts(
         scores = x.new_ones(x.shape[0], 1, dtype=torch.promote_types(x.dtype, torch.float32))
         parameters = operator_tensors(x, up, *weights, scores)
         direct = unobserved((*parameters, counts)) and not on_another_gpu(x)
-        run = node.experts.entry(parameters, unobserved=direct)
-        tail = (
-            None,
-            None,
-            places,
-            F.pad(ends, (1, 0)),
-            places,
-            1,
-            None,
-            None,
-            WHOLE,
-            None,
-            "",
-            encoded(options, parameters),
-        )
-        return run(*parameters, *tail)[0]
+        dispatch = Dispatch(places, F.pad(ends, (1, 0)), places, None, num_experts, 1, x.shape[0])
+        call = ExpertsCall(parameters, Beside(), dispatch, how_of(options, parameters, 1, WHOLE, ""))
+        return node.experts.entry(parameters, unobserved=direct)(*pack(call))[0]

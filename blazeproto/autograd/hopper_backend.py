@@ -1,6 +1,6 @@
 """The expert MLP on a Hopper GPU: the launches of ``blazeproto.gemm``, with outputs and workspaces allocated by torch.
 
-A `blazeproto.autograd.backends.Backend`, whose docstrings give the shapes. ``moe_mlp`` has checked the arguments, so the
+A `blazeproto.autograd.step.Backend`, whose docstrings give the shapes. ``moe_mlp`` has checked the arguments, so the
 kernels are launched without another check. Nothing here outlives the call: no pointer, no view, so weights may move between
 forward and backward. An array that is not contiguous or not 16-byte aligned is copied.
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from blazeproto.activations import activation_named
 from blazeproto.autograd.low_rank import LowRows
 from blazeproto.autograd.operators import cast
-from blazeproto.autograd.peers import AddUp
+from blazeproto.autograd.step import BackendStep, OuterSum
 from blazeproto.dispatch.build import MAX_PAIRS, build_dispatch_unchecked
 from blazeproto.dispatch.structures import Addresses, Dispatch, addresses
 from blazeproto.gemm import down_backward as down_act
@@ -62,77 +62,43 @@ def rows_of(dispatch: Dispatch) -> Addresses:
     return at
 
 
-def up_forward(
-    x: Tensor,
-    up_proj: Tensor,
-    bias: Tensor | None,
-    rows: Addresses,
-    activation: str,
-    low: LowRows | None = None,
-    h: Tensor | None = None,
-    act: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    num_rows, up_width = rows.num_rows, up_proj.shape[1]
+def up_forward(step: BackendStep, x: Tensor, h: Tensor | None, act: Tensor | None) -> tuple[Tensor, Tensor]:
+    num_rows, up_width, activation = step.rows.num_rows, step.weight.shape[1], step.activation
     h = x.new_empty(num_rows, up_width) if h is None else h
     act = x.new_empty(num_rows, up_width // activation_named(activation).halves) if act is None else act
-    bias = None if bias is None else ready(cast(bias, x.dtype))
-    x, (up_proj, transposed) = (
-        ready(x),
-        _as_it_lies(up_proj),
-    )  # names keep copies alive until the launch is in the stream
-    added = _low_rank(low, turned=transposed)
-    up.launch(x, up_proj, rows, activation=activation, transposed=transposed, bias=bias, low=added, h=h, act=act)
+    bias = None if step.bias is None else ready(cast(step.bias, x.dtype))
+    # Names keep copies alive until the launch is in the stream.
+    x, (up_proj, transposed) = ready(x), _as_it_lies(step.weight)
+    added = _low_rank(step.low, turned=transposed)
+    up.launch(x, up_proj, step.rows, activation=activation, transposed=transposed, bias=bias, low=added, h=h, act=act)
     return h, act
 
 
-def down_forward(
-    act: Tensor,
-    down_proj: Tensor,
-    bias: Tensor | None,
-    scores: Tensor,
-    rows: Addresses,
-    out: Tensor,
-    combine: str,
-    low: LowRows | None = None,
-    *,
-    overwrite_act: bool,
-    add_up: AddUp | None = None,
-) -> None:
-    d_model, d_expert = down_proj.shape[1:]
-    act, (down_proj, transposed), scores = ready(act), _as_it_lies(down_proj), ready(scores)
-    bias = None if bias is None else ready(cast(bias, act.dtype))
-    if combine != "gather":
+def down_forward(step: BackendStep, act: Tensor, out: Tensor, *, overwrite_act: bool) -> None:
+    rows, (d_model, d_expert) = step.rows, step.weight.shape[1:]
+    act, (down_proj, transposed), scores = ready(act), _as_it_lies(step.weight), ready(step.scores)
+    bias = None if step.bias is None else ready(cast(step.bias, act.dtype))
+    if step.combine != "gather":
         sums = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
         fused.launch(act, down_proj, scores, rows, transposed=transposed, bias=bias, out_f32=sums)
         out.copy_(sums)
         return
     # Over act, where a tile has whole rows of both: it has read its part of act before it writes the same part of Y.
     over_act = overwrite_act and d_model == d_expert <= TILES[linear.name_of(transposed)].tile_n
-    added = _low_rank(low, turned=transposed)
-    for columns in column_slices(rows.num_rows, d_model, 2 * down_proj.nbytes):  # as if gated
+    added = _low_rank(step.low, turned=transposed)
+    for columns in column_slices(rows.num_rows, d_model, 2 * step.weight.nbytes):  # as if gated
         y = act if over_act else act.new_empty(rows.num_rows, len(columns))
         linear.launch(act, down_proj, rows, transposed=transposed, bias=bias, columns=columns, low=added, out=y)
-        (add_up or launch_combine)(y, rows, scores=scores, columns=columns, out=out)
+        (step.add_up or launch_combine)(y, rows, scores=scores, columns=columns, out=out)
         del y  # before the next one is allocated
 
 
 def down_backward_act(
-    needs: Sequence[bool],
-    d_out: Tensor,
-    h: Tensor,
-    act: Tensor | None,
-    scores: Tensor,
-    down_proj: Tensor,
-    bias: Tensor | None,
-    rows: Addresses,
-    activation: str,
-    low: LowRows | None = None,
-    *,
-    overwrite_h: bool,
+    step: BackendStep, needs: Sequence[bool], d_out: Tensor, h: Tensor, act: Tensor | None, *, overwrite_h: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """One kernel makes all three, with act in its registers."""
-    d_out, (lying, transposed), h, scores = ready(d_out), _as_it_lies(down_proj), ready(h), ready(scores)
-    num_rows, d_expert = h.shape[0], down_proj.shape[2]
+    d_out, (lying, transposed), h, scores = ready(d_out), _as_it_lies(step.weight), ready(h), ready(step.scores)
+    num_rows, d_expert = h.shape[0], step.weight.shape[2]
     # Over H: a tile reads its part of H before it writes the same part of dH.
     dh = h if overwrite_h else torch.empty_like(h)
     a_scaled = h.new_empty(num_rows, d_expert)
@@ -142,45 +108,34 @@ def down_backward_act(
         lying,
         h,
         scores,
-        rows,
-        activation=activation,
+        step.rows,
+        activation=step.activation,
         transposed=transposed,
-        low=_low_rank(low, turned=transposed),
+        low=_low_rank(step.low, turned=transposed),
         dh=dh,
         a_scaled=a_scaled,
         d_scores=d_scores,
         workspace=scores.new_empty(down_act.score_partials(d_expert), num_rows),
     )
-    if bias is not None:
-        bias = ready(cast(bias, d_out.dtype))
-        reduce.launch_bias_score_grad(d_out, bias, rows, d_scores=d_scores)
+    if step.bias is not None:
+        bias = ready(cast(step.bias, d_out.dtype))
+        reduce.launch_bias_score_grad(d_out, bias, step.rows, d_scores=d_scores)
     return dh, d_scores, a_scaled
 
 
-def up_backward_act(
-    dh: Tensor,
-    x: Tensor,
-    up_proj: Tensor,
-    rows: Addresses,
-    low: LowRows | None = None,
-    dx: Tensor | None = None,
-    *,
-    combine: str = "gather",
-    add_up: AddUp | None = None,
-) -> Tensor:
-    dh, (lying, transposed) = ready(dh), _as_it_lies(up_proj)
-    dx = torch.empty_like(x) if dx is None else dx
-    added = _low_rank(low, turned=transposed)
-    if combine == "fused_both":
-        sums = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+def up_backward_act(step: BackendStep, dh: Tensor, dx: Tensor) -> None:
+    dh, (lying, transposed), rows = ready(dh), _as_it_lies(step.weight), step.rows
+    added = _low_rank(step.low, turned=transposed)
+    if step.combine == "fused_both":
+        sums = torch.zeros(dx.shape, dtype=torch.float32, device=dx.device)
         fused.launch_dx(dh, lying, rows, transposed=transposed, low=added, dx_f32=sums)
-        return dx.copy_(sums)
-    for columns in column_slices(rows.num_rows, x.shape[1], up_proj.nbytes):
-        dx_rows = x.new_empty(rows.num_rows, len(columns))
+        dx.copy_(sums)
+        return
+    for columns in column_slices(rows.num_rows, dx.shape[1], step.weight.nbytes):
+        dx_rows = dx.new_empty(rows.num_rows, len(columns))
         linear.launch(dh, lying, rows, transposed=not transposed, columns=columns, low=added, out=dx_rows)
-        (add_up or launch_combine)(dx_rows, rows, columns=columns, out=dx)
+        (step.add_up or launch_combine)(dx_rows, rows, columns=columns, out=dx)
         del dx_rows  # before the next one, or the weight gradient, is allocated
-    return dx
 
 
 def forward_weight(weight: Tensor, dtype: torch.dtype, rows: Any, kept: None, place: None = None) -> Tensor:
@@ -211,35 +166,25 @@ def _low_rank(low: LowRows | None, *, turned: bool) -> LowRankTerm | None:
 # ---- sums over an expert's rows --------------------------------------------------------------------------------------
 
 
-def weight_gradient(
-    left: Tensor,
-    ordered: Tensor,
-    like: Tensor,
-    rows: Addresses,
-    accumulator: Tensor | None = None,
-    *,
-    gather: bool,
-    transposed: bool,
-    factor: bool = False,
-) -> Tensor:
+def weight_gradient(rows: Addresses, of: OuterSum) -> Tensor:
     """A float32 gradient is the kernel's sum as it is; the others are rounded to the operands' dtype by the kernel."""
-    left, ordered = ready(left), ready(ordered)
+    left, ordered, like, accumulate = ready(of.left), ready(of.ordered), of.like, of.accumulator is not None
     dtype = torch.float32 if like.dtype == torch.float32 else left.dtype
-    dw = torch.empty_like(like, dtype=dtype) if accumulator is None else accumulator
+    dw = torch.empty_like(like, dtype=dtype) if of.accumulator is None else of.accumulator
     # One product's gradient transposed is what the other makes.
-    lying, transposed = (dw, transposed) if dw.is_contiguous() else (dw.mT, not transposed)
+    lying, transposed = (dw, of.transposed) if dw.is_contiguous() else (dw.mT, not of.transposed)
     product = weight.UP if transposed else weight.DOWN
     options: dict[str, Any] = {"config": FACTOR_GRADIENT}
-    if not factor:
+    if not of.factor:
         elements = weight.workspace_elements(product, rows.where, lying.shape)
         options = {"workspace": dw.new_empty(elements, dtype=torch.float32) if elements else None}
-    f32, accumulate = dw.dtype == torch.float32, accumulator is not None
-    weight.launch(product, left, ordered, rows, dw=lying, gather=gather, f32=f32, accumulate=accumulate, **options)
+    f32 = dw.dtype == torch.float32
+    weight.launch(product, left, ordered, rows, dw=lying, gather=of.gather, f32=f32, accumulate=accumulate, **options)
     return dw if accumulate else cast(dw, like.dtype)
 
 
 def expert_row_sum(
-    values: Tensor, num_experts: int, rows: Addresses, scores: Tensor | None, accumulator: Tensor | None = None
+    values: Tensor, num_experts: int, rows: Addresses, scores: Tensor | None, accumulator: Tensor | None
 ) -> Tensor:
     values, width = ready(values), values.shape[1]
     out = values.new_empty(num_experts, width, dtype=torch.float32) if accumulator is None else accumulator

@@ -1,20 +1,20 @@
-"""``moe_mlp``: the expert MLP as a function of tensors, with a backward.
+"""``moe_mlp``: the expert MLP as a function of tensors, with a backward; `dispatched_mlp`: the same, experts on several ranks.
 
-One autograd node. Forward is one operator; backward is one (double boxes), called twice for a whole batch. What the node saves is
-listed between them.
+One autograd node. Forward is one operator. The steps of backward (double boxes) are calls of another, where a compiler, a
+profiler or a mode sees them. What the node saves is listed between them.
 
     x, W_up, W_down, S ──> [ moe_experts: up ── act ──> down, combine ] ──> out
                                            │
     saved:      X, S, indices              H               (save="minimal")
 
-    dX, dW_up <── [[ moe_backward ]] <── dH ── [[ moe_backward ]] <── dO
-                                          dS, dW_down <──┘
+    dX, dW_up <── [[ dX ]], [[ dW_up ]] <── dH ── [[ dH, A', dS ]] <── dO
+                                dW_down <── [[ dW_down ]] <── A' ──┘
 
-The call that makes dH makes act again from H, so act need not be saved. On the Hopper backend it writes dH over H where that
+The step that makes dH makes act again from H, so act need not be saved. On the Hopper backend it writes dH over H where that
 cannot be noticed: where H was made again (save="recompute"), and where only the autograd node holds the saved H. If the
 graph is kept for another backward, if hooks are given what is saved, or if a compiler, a profiler or a mode has seen H, dH is
-a new array and H stays as it was. H is freed before the second call, unless the graph is kept. In chunks of tokens
-(``workspace_bytes``) one call does both for each chunk in turn.
+a new array and H stays as it was. H is freed before the other steps, unless the graph is kept. In chunks of tokens
+(``workspace_bytes``) one call makes all steps of each chunk in turn.
 
 With low-rank factors (LoRA) an expert's weight is W + B A. Neither that sum nor a gradient of its size is ever made: the factors'
 products have r columns, read the tokens' rows where the weights' products read them, and are added before a bias and the
@@ -34,15 +34,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blazeproto.autograd import node
-from blazeproto.autograd.checks import check_choice, check_experts
+from blazeproto.autograd import chunks, node
+from blazeproto.autograd.backends import backend_on
+from blazeproto.autograd.call import Beside, ExpertsCall, How, Parameters, pack
+from blazeproto.autograd.checks import check_choice, check_dense, check_dtype, check_experts
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for
-from blazeproto.autograd.kept import QuantizedWeights, records_of
 from blazeproto.autograd.low_rank import LowRank, padded, rank_of, tensors_of
-from blazeproto.autograd.operators import autocast_dtype, cast, dense, on_another_gpu, without_autocast
+from blazeproto.autograd.operators import (
+    as_experts_see,
+    autocast_dtype,
+    cast,
+    dense,
+    on_another_gpu,
+    without_autocast,
+)
 from blazeproto.autograd.options import Options, merged, takes_options
-from blazeproto.autograd.peers import PeersNamed
 from blazeproto.autograd.private import refuse_transforms, unobserved
+from blazeproto.autograd.ranks import ALONE, Dispatcher, PeersNamed, check_dispatcher, local
+from blazeproto.autograd.records import QuantizedWeights, made_of, records_of
 from blazeproto.dispatch.structures import Dispatch
 from blazeproto.runtime.checks import instance, integer
 
@@ -96,7 +105,7 @@ def moe_mlp(
             token pair_tokens[p], and the pairs of token t are [token_offsets[t], token_offsets[t+1]). Their values are trusted,
             for a look at them would wait for the device; `dispatch.build_dispatch_varying(validate=True)` takes that look.
         peers: what a dispatcher says whose exchange moves rows inside the operators (`Arrived.peers`): x is then of this rank's
-            tokens, and scores and choice are of the pairs that arrived.
+            tokens, and scores and choice are of the pairs that arrived. x and the weights are not checked again.
         quantized: with precision="fp8", what `quantize_weights` made of gate_up_proj and down_proj as they are now; default: each
             forward quantizes the weights, as ``keep_transposed`` says.
         options: an `Options`, in place of the keywords below; a keyword that is given too replaces its field.
@@ -112,14 +121,16 @@ def moe_mlp(
     """
     options = merged("moe_mlp", options, keywords)
     instance("peers", peers, PeersNamed, optional=True)
-    options = options if peers is None else replace(options, backend=peers.backend)
+    if peers is not None and peers.exchange:
+        options = replace(options, backend=peers.backend)
     kept: tuple[Tensor | None, Tensor | None] = (None, None)
     if not torch.compiler.is_compiling():
         integer("num_experts", num_experts, least=1)
     weights = (down_proj, up_bias, down_bias, up_factors, down_factors)
-    factors = tensors_of(up_factors, down_factors)
-    refuse_transforms("moe_mlp", (x, gate_up_proj, down_proj, up_bias, down_bias, scores, *factors))
-    check_experts(x, (gate_up_proj,), *weights, num_experts=num_experts, options=options)
+    if peers is None:
+        factors = tensors_of(up_factors, down_factors)
+        refuse_transforms("moe_mlp", (x, gate_up_proj, down_proj, up_bias, down_bias, scores, *factors))
+        check_experts(x, (gate_up_proj,), *weights, num_experts=num_experts, options=options)
     choice = (topk_experts, dispatch, pair_tokens, token_offsets)
     places = None if peers is None else peers.places
     check_choice(x, scores, *choice, num_experts=num_experts, options=options, num_tokens=places)
@@ -133,34 +144,31 @@ def moe_mlp(
         scores = cast(scores, torch.float64 if wide else torch.float32).contiguous()
         parameters = operator_tensors(x, (gate_up_proj,), *weights, scores)
         direct = unobserved((*parameters, topk_experts, pair_tokens, token_offsets)) and not on_another_gpu(x)
-        chunk_tokens, top_k = WHOLE, 0 if dispatch is None else dispatch.top_k or 0
+        chunk_tokens = WHOLE
         if dispatch is None:
             assert topk_experts is not None
+            top_k = None
             if pair_tokens is None:
-                top_k, (num_tokens, d_model) = topk_experts.shape[1], x.shape
-                widths = (d_model, down_proj.shape[2], options.activation, x.dtype.itemsize, options.row_capacity)
-                sizes = (num_tokens, top_k, *widths, rank_of(up_factors), rank_of(down_factors))
-                chunk_tokens = chunk_tokens_for(options.workspace_bytes, *sizes, combine=options.combine)
-            build = node.dispatch.entry((), unobserved=direct)
-            index = build(topk_experts, num_experts, chunk_tokens, options.backend, options.row_capacity)
-        else:
-            pair_tokens, token_offsets = dispatch.pair_tokens, dispatch.token_offsets
-            index = tuple(t.contiguous() for t in list(dispatch.arrays.values())[:3])
-        if pair_tokens is not None and token_offsets is not None:
-            pair_tokens, token_offsets = pair_tokens.contiguous(), token_offsets.contiguous()
-        ranks, exchange = (None, "") if peers is None else peers
-        tail = (
-            *kept,
-            *index,
-            top_k,
-            pair_tokens,
-            token_offsets,
-            chunk_tokens,
-            ranks,
-            exchange,
-            encoded(options, parameters),
-        )
-        return node.experts.entry(parameters, unobserved=direct)(*parameters, *tail)[0]
+                top_k = topk_experts.shape[1]
+                widths = (x.shape[1], down_proj.shape[2], options.activation, x.dtype.itemsize, options.row_capacity)
+                of_one = (top_k, *widths, rank_of(up_factors), rank_of(down_factors))
+                chunk_tokens = chunk_tokens_for(options.workspace_bytes, x.shape[0], *of_one, combine=options.combine)
+            build = chunks.dispatch.entry((), unobserved=direct)
+            pairs, offsets, index_map = build(
+                topk_experts, num_experts, chunk_tokens, options.backend, options.row_capacity
+            )
+            if pair_tokens is not None and token_offsets is not None:
+                pair_tokens, token_offsets = pair_tokens.contiguous(), token_offsets.contiguous()
+            sizes = num_experts, top_k, places or x.shape[0]
+            offsets = offsets.view(-1) if chunk_tokens == WHOLE else offsets
+            dispatch = Dispatch(pairs, offsets, index_map, None, *sizes, token_offsets, pair_tokens)
+        elif not all(t is None or t.is_contiguous() for t in dispatch.arrays.values()):
+            arrays: dict[str, Any] = {name: t if t is None else t.contiguous() for name, t in dispatch.arrays.items()}
+            dispatch = replace(dispatch, **arrays)
+        ranks, exchange = peers or ALONE
+        how = how_of(options, parameters, dispatch.top_k or 0, chunk_tokens, exchange)
+        call = ExpertsCall(parameters, Beside(*kept, ranks), dispatch, how)
+        return node.experts.entry(parameters, unobserved=direct)(*pack(call))[0]
 
 
 def operator_tensors(
@@ -172,17 +180,109 @@ def operator_tensors(
     up_factors: LowRank | None,
     down_factors: LowRank | None,
     scores: Tensor,
-) -> tuple[Tensor | None, ...]:
-    """`arguments.Parameters` and up_rest, as the operators take them. up: gate_up_proj, or gate and up."""
+) -> Parameters:
+    """As the operators take them. up: gate_up_proj, or gate and up."""
     of_up = (dense(up[0]), up_bias, *padded(up_factors))
     of_down = (dense(down_proj), down_bias, *padded(down_factors))
-    return x.contiguous(), *of_up, *of_down, scores, dense(up[1]) if len(up) == 2 else None
+    return Parameters(x.contiguous(), *of_up, *of_down, scores, dense(up[1]) if len(up) == 2 else None)
 
 
-def encoded(options: Options, parameters: tuple[Tensor | None, ...]) -> str:
-    """The options for the operators, with the save policy that a call with these tensors has."""
-    needs = [t is not None and t.requires_grad for t in parameters]
-    if not (torch.is_grad_enabled() and any(needs)):
-        return options.encode("recompute")  # nothing will ask for H
-    policy = options.policy(trains_down=needs[5] or needs[7])  # down_proj, down_a
-    return options.encode(policy, keep_transposed=needs[0])  # without dX nothing reads W_up's transpose
+def how_of(options: Options, p: Parameters, top_k: int, chunk_tokens: int, exchange: str) -> How:
+    """With the save policy that a call with these tensors has."""
+    rest = (top_k, chunk_tokens, exchange)
+    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in p)):
+        return How(options, "recompute", False, *rest)  # nothing will ask for H
+    trains_down = p.down_proj.requires_grad or (p.down_a is not None and p.down_a.requires_grad)
+    # Without dX nothing reads W_up's transpose.
+    keep_transposed = options.keep_transposed and p.x.requires_grad
+    return How(options, options.policy(trains_down=trains_down), keep_transposed, *rest)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def dispatched_mlp(
+    dispatcher: Dispatcher,
+    x: Tensor,
+    up_proj: Tensor,
+    down_proj: Tensor,
+    scores: Tensor,
+    topk_experts: Tensor,
+    *,
+    num_experts: int,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    options: Options,
+    pair_tokens: Tensor | None,
+    token_offsets: Tensor | None,
+    up_factors: LowRank | None = None,
+    down_factors: LowRank | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`moe_mlp` with ``num_experts`` experts of all ranks, of which the weights have this rank's: DTensors, or plain local ones.
+
+    up_factors, down_factors: of this rank's experts, plain tensors.
+
+    Returns out (T, d), and the pairs that a ``row_capacity`` left out on all ranks, (1,) int32; None without one.
+
+    Raises what `moe_mlp` raises, and what `check_dispatcher` does, before a token leaves.
+    """
+    mesh = getattr(down_proj, "device_mesh", None)
+    up_proj, down_proj, up_bias, down_bias = map(local, (up_proj, down_proj, up_bias, down_bias))
+    factors = tensors_of(up_factors, down_factors)
+    refuse_transforms("moe_mlp", (x, up_proj, down_proj, up_bias, down_bias, scores, *factors))
+    weights = (down_proj, up_bias, down_bias, up_factors, down_factors)
+    check_experts(x, (up_proj,), *weights, num_experts=len(down_proj), options=options)
+    check_dispatcher(dispatcher, options, num_experts, len(down_proj), x.shape[1], mesh)
+    choice = (topk_experts, None, pair_tokens, token_offsets)
+    check_choice(x, scores, *choice, num_experts=num_experts, options=options)
+    x, scores = as_experts_see(x, scores)
+    if options.validate:  # of the ids that arrive, some are other ranks'
+        options = replace(options, validate=False)
+    arrived = dispatcher.dispatch(x, scores, topk_experts, pair_tokens, token_offsets)
+    partial = moe_mlp(
+        arrived.x,
+        up_proj,
+        down_proj,
+        arrived.scores,
+        arrived.topk_experts,
+        num_experts=len(down_proj),
+        up_bias=up_bias,
+        down_bias=down_bias,
+        up_factors=up_factors,
+        down_factors=down_factors,
+        pair_tokens=arrived.pair_tokens,
+        token_offsets=arrived.token_offsets,
+        peers=arrived.peers or ALONE,
+        options=options,
+    )
+    overflow = None if options.row_capacity is None else dispatcher.overflow(arrived, options.row_capacity)
+    return dispatcher.combine(partial, arrived), overflow
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.no_grad()
+def quantize_weights(
+    gate_up_proj: Tensor, down_proj: Tensor, *, dtype: torch.dtype | None = None, backend: str = "auto"
+) -> QuantizedWeights:
+    """Both weights in fp8, in both orders, in one pass: the bits that every forward and backward makes without.
+
+    gate_up_proj: (E, 2n, d), of any dtype that `moe_mlp` takes, contiguous.  down_proj: (E, d, n), of the same dtype.
+    dtype: of x as the experts see it; default: autocast's where it is enabled, else the weights'.  backend: as in `moe_mlp`.
+
+    To be called again when a weight has changed. TypeError or ValueError for weights that precision="fp8" does not take; for a
+    DTensor too: what FSDP gathers for one forward is gone after it, so that there each forward quantizes weights.
+    """
+    for name, weight in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
+        check_dense(name, weight)
+        check_dtype(weight.dtype, f"{name}.dtype")
+    if down_proj.dim() != 3 or not len(down_proj):
+        raise ValueError(f"down_proj: expected shape (E, d, n) with E >= 1, got {tuple(down_proj.shape)}")
+    if gate_up_proj.dtype != down_proj.dtype:
+        raise ValueError(f"down_proj: expected dtype {gate_up_proj.dtype} as gate_up_proj has, got {down_proj.dtype}")
+    check_dtype(dtype)
+    with torch.inference_mode(False):  # or no backward could save what is made
+        dtype = dtype or autocast_dtype(down_proj.device.type) or down_proj.dtype
+        x = torch.empty(0, down_proj.shape[1], dtype=dtype, device=down_proj.device)
+        options = Options(backend=backend, precision="fp8")
+        check_experts(x, (gate_up_proj,), down_proj, *[None] * 4, num_experts=len(down_proj), options=options)
+        made: Any = backend_on(backend, x.device, dtype, *down_proj.shape, precision="fp8")
+        up, down = (made.keep(weight, dtype) for weight in (gate_up_proj, down_proj))
+    return made_of(gate_up_proj, down_proj, up, down, dtype)

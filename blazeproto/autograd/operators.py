@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from blazeproto.autograd.private import hooks_see_saved_tensors
-
 # Beside torch's own record of the operators, where modules that are executed again (importlib.reload) find them.
 OPERATORS: dict[str, "Operator"] = vars(torch.ops.blazeproto).setdefault("operators", {})
 CHOOSING: set[Any] = vars(torch.ops.blazeproto).setdefault("choosing", set())
@@ -56,15 +54,16 @@ def define(
     chooses: bool = False,
     setup: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
     backward: Callable[..., Any] | None = None,
+    forward: Callable[..., Any] | None = None,
     flops: Callable[..., int] | None = None,
 ) -> Callable[[Callable[..., Any]], Operator]:
     """Make an operator of the function below it, its kernel for every device. Of a name that there is already, it is the same
     object, with all of it made anew: so a module can be executed again, and who holds the operator runs what is new.
 
     fake: shapes and dtypes alone.  chooses: see `CHOOSING`.  setup, backward: its derivative, as
-    ``torch.library.register_autograd`` takes them (``setup(ctx, inputs, output)``); ``ctx.alone`` is true where only the
-    node can hold the outputs that aren't returned to the user. An operator that neither chooses nor has a derivative
-    raises when one is asked for.  flops: its operations, of shapes, as `torch.utils.flop_counter` asks.
+    ``torch.library.register_autograd`` takes them (``setup(ctx, inputs, output)``).  forward: kernel and setup in one,
+    ``forward(ctx, *inputs)``, where that saves a frame. An operator that neither chooses nor has a derivative raises when
+    one is asked for.  flops: its operations, of shapes, as `torch.utils.flop_counter` asks.
 
     Kernel and fake may return None for an output. Of an operator that returns a list it is left out; another operator has a
     tensor of shape (0,) there.
@@ -87,7 +86,7 @@ def define(
             CHOOSING.add(operator.overload)
         if backward is not None and setup is not None:
             torch.library.register_autograd(f"blazeproto::{name}", backward, setup_context=setup, lib=library)
-            operator.differentiated = _node(name, kernel, setup, backward)
+            operator.differentiated = _node(name, forward or _forward(kernel, setup), backward)
         elif not chooses:
 
             def refuse(ctx: Any, *_: Any) -> None:
@@ -102,18 +101,18 @@ def define(
     return decorate
 
 
-def _node(
-    name: str, kernel: Callable[..., Any], setup: Callable[..., None], backward: Callable[..., Any]
-) -> Callable[..., Any]:
+def _forward(kernel: Callable[..., Any], setup: Callable[..., None]) -> Callable[..., Any]:
     def forward(ctx: Any, *arguments: Any) -> Any:
         output = kernel(*arguments)
-        ctx.alone = not hooks_see_saved_tensors()
         setup(ctx, arguments, output)
         return output
 
-    node: Any = type(
-        name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    )
+    return forward
+
+
+def _node(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    node: Any = type(name, (torch.autograd.Function,), functions)
     return node.apply
 
 

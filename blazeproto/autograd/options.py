@@ -38,7 +38,8 @@ def _size(least: int, name: str, value: Any) -> None:
 
 
 def _about(check: Check, doc: str, *, in_operators: bool = True) -> dict[str, Any]:
-    """in_operators: whether operators are told; a size that a compiler may take for a symbol acts before them."""
+    """in_operators: whether `encode` tells the operators. Sizes that a compiler may take for symbols act before them, and
+    `call.How` has what a call's tensors decide too."""
     return {"check": check, "doc": inspect.cleandoc(doc), "in_operators": in_operators}
 
 
@@ -65,6 +66,7 @@ class Options:
             """what is kept for backward, see `SavePolicy`. On the Hopper backend a backward that doesn't keep the graph may
         overwrite H: of a forward and a backward captured as two CUDA graphs, replay the second once after the first, and
         don't look at what ``grad_fn`` holds.""",
+            in_operators=False,
         ),
     )
     backend: str = field(
@@ -124,6 +126,7 @@ class Options:
         the transpose for backward, which takes a byte for each of a weight's elements, of all layers at once. False makes each
         just before its product: weights are read once more, and no copy outlives its product. So it is, too, where x needs no
         gradient. With save="recompute" none is left for backward.""",
+            in_operators=False,
         ),
     )
 
@@ -144,33 +147,21 @@ class Options:
             check(name, getattr(self, name))
         object.__setattr__(self, "precision", name_of(self.precision))
 
-    def encode(self, save: str, *, keep_transposed: bool = True) -> str:
-        """As operators take it, who know tensors, numbers and strings. save: the policy that this call has.  keep_transposed:
-        whether this call has a use for it."""
-        of_call = {"save": save, "keep_transposed": self.keep_transposed and keep_transposed}
-        return "/".join([f"{of_call.get(name, getattr(self, name))}" for name in _IN_OPERATORS])
+    def encode(self) -> str:
+        """As operators take it, who know tensors, numbers and strings."""
+        return "/".join([f"{getattr(self, name)}" for name in _IN_OPERATORS])
 
     @staticmethod
     @cache
     def decode(encoded: str) -> Options:
-        """What `encode` was called on, but for the sizes that act before the operators."""
+        """What `encode` was called on, but for options that act before the operators."""
         named = zip(_IN_OPERATORS, encoded.split("/"), strict=True)
         values: dict[str, Any] = {name: t if "str" in _TYPES[name] else literal_eval(t) for name, t in named}
         return Options(**values)
 
-    @property
-    def saves_h(self) -> bool:
-        """Whether H, and what low-rank factors reduce X and act to, are saved."""
-        return self.save != SavePolicy.RECOMPUTE
-
-    @property
-    def saves_act(self) -> bool:
-        """Whether act is."""
-        return self.save == SavePolicy.PAPER
-
     def policy(self, *, trains_down: bool) -> str:
         """The save policy of a call. trains_down: whether a down weight or factor is trained, for which alone act is saved."""
-        return "minimal" if self.saves_act and not trains_down else f"{self.save}"
+        return "minimal" if self.save == SavePolicy.PAPER and not trains_down else f"{self.save}"
 
 
 _CHECKS = tuple((option.name, option.metadata["check"]) for option in fields(Options))

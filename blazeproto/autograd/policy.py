@@ -1,9 +1,10 @@
-"""What is saved for backward, as an enum a reader can see through."""
+"""What is saved for backward: by which policy, in which tensors, and how many bytes that is."""
 
 from enum import StrEnum
+from typing import Any, NamedTuple
 
 from blazeproto.activations import activation_named
-from blazeproto.autograd.records import row_bytes, weight_bytes
+from blazeproto.autograd.records import new_rows, new_weights, row_bytes, weight_bytes
 from blazeproto.gemm.recipe import Recipe, name_of
 from blazeproto.gemm.tiles import CHUNK
 from blazeproto.runtime.checks import boolean, integer, number, one_of
@@ -36,6 +37,35 @@ class SavePolicy(StrEnum):
     MINIMAL = "minimal"
     PAPER = "paper"
     RECOMPUTE = "recompute"
+
+
+class Saved(NamedTuple):
+    """What forward leaves for backward, None for what the save policy leaves out. R rows in expert order."""
+
+    h: Any = None  # (R, G n): A and B of Algorithm 1
+    act: Any = None  # (R, n): Y_swi
+    xa: Any = None  # (R, r): X A_up^T of a row's token
+    act_a: Any = None  # (R, r): act A_down^T
+    up_t: Any = None  # a record of W_up^T, with ``keep_transposed``
+    down_t: Any = None  # likewise, of W_down^T
+
+
+def places(call: Any) -> Saved:
+    """Uninitialised, for what an `ExpertsCall` saves."""
+    p, how, num_rows = call.p, call.how, call.dispatch.expert_pair_indices.shape[0]
+    if how.save == SavePolicy.RECOMPUTE:
+        return Saved()
+    if how.options.precision != "bf16":
+        shapes = (
+            (len(p.down_proj), call.up_width, p.x.shape[1]),
+            p.down_proj.shape,
+        )  # up_proj may be the gate's rows alone
+        weights = (new_weights(p.x, shape, 1) if how.keep_transposed else None for shape in shapes)
+        return Saved(new_rows(p.x, num_rows, call.up_width), None, None, None, *weights)
+    h = p.x.new_empty(num_rows, call.up_width)
+    act = p.x.new_empty(num_rows, p.down_proj.shape[2]) if how.save == SavePolicy.PAPER else None
+    xa, act_a = (None if a is None else p.x.new_empty(num_rows, a.shape[1]) for a in (p.up_a, p.down_a))
+    return Saved(h, act, xa, act_a)
 
 
 def padded_rank(rank: int) -> int:

@@ -1,6 +1,6 @@
 """The products of the expert MLP with plain torch operations: any device, any floating dtype.
 
-This is the ``backend="torch"``, a `blazeproto.autograd.backends.Backend`, whose docstrings give the shapes. Each product is its
+This is the ``backend="torch"``, a `blazeproto.autograd.step.Backend`, whose docstrings give the shapes. Each product is its
 formula (`blazeproto.gemm.product.Product.spec`), computed by `torch_formulas`, whose docstring says what is rounded.
 """
 
@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blazeproto.autograd.low_rank import LowRows
 from blazeproto.autograd.operators import cast
-from blazeproto.autograd.peers import AddUp
+from blazeproto.autograd.step import BackendStep, OuterSum
 from blazeproto.autograd.torch_formulas import Torch, outputs
 from blazeproto.dispatch.structures import Dispatch
 from blazeproto.gemm import down_backward, linear, reduce, up, weight
@@ -58,113 +57,66 @@ def low_rank_rows(
     return _place(outputs(linear.GROUPED_MM, rows, a.dtype, a=a, weights=factor, **options), out)
 
 
-def up_forward(
-    x: Tensor,
-    up_proj: Tensor,
-    bias: Tensor | None,
-    rows: Dispatch,
-    activation: str,
-    low: LowRows | None = None,
-    h: Tensor | None = None,
-    act: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    call: dict[str, Any] = {"x": x, "up_proj": up_proj, "bias": bias, "low": low, "activation": activation}
-    made_h, made_act = outputs(up.SPEC, rows, x.dtype, **call)
+def up_forward(step: BackendStep, x: Tensor, h: Tensor | None, act: Tensor | None) -> tuple[Tensor, Tensor]:
+    call: dict[str, Any] = {"up_proj": step.weight, "bias": step.bias, "low": step.low, "activation": step.activation}
+    made_h, made_act = outputs(up.SPEC, step.rows, x.dtype, x=x, **call)
     return _place(made_h, h), _place(made_act, act)
 
 
-def down_forward(
-    act: Tensor,
-    down_proj: Tensor,
-    bias: Tensor | None,
-    scores: Tensor,
-    rows: Dispatch,
-    out: Tensor,
-    combine: str,
-    low: LowRows | None = None,
-    *,
-    overwrite_act: bool,
-    add_up: AddUp | None = None,
-) -> None:
+def down_forward(step: BackendStep, act: Tensor, out: Tensor, *, overwrite_act: bool) -> None:
     """All kinds of combine are one here, and ``act`` is not written over."""
-    y = outputs(linear.GROUPED_MM, rows, act.dtype, a=act, weights=down_proj, bias=bias, low=low)
-    _add_up(y, rows, out, add_up, scores)
+    _add_up(step, _linear(step, act), out)
 
 
 def down_backward_act(
-    needs: Sequence[bool],
-    d_out: Tensor,
-    h: Tensor,
-    act: Tensor | None,
-    scores: Tensor,
-    down_proj: Tensor,
-    bias: Tensor | None,
-    rows: Dispatch,
-    activation: str,
-    low: LowRows | None = None,
-    *,
-    overwrite_h: bool,
+    step: BackendStep, needs: Sequence[bool], d_out: Tensor, h: Tensor, act: Tensor | None, *, overwrite_h: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """``act`` is used where it was saved, else made again from ``h``, which is not written over."""
+    rows, scores = step.rows, step.scores
     wanted = [name for name, need in zip(("dh", "d_scores", "a_scaled"), needs, strict=True) if need]
-    call: dict[str, Any] = {"d_out": d_out, "down_proj": down_proj, "h": h, "scores": scores, "act": act, "low": low}
-    made = outputs(down_backward.SPEC, rows, h.dtype, activation=activation, needs=wanted, **call)
+    call: dict[str, Any] = {"down_proj": step.weight, "h": h, "scores": scores, "act": act, "low": step.low}
+    made = outputs(down_backward.SPEC, rows, h.dtype, d_out=d_out, activation=step.activation, needs=wanted, **call)
     dh, a_scaled, d_scores = made
     if d_scores is not None:
-        if bias is not None:
-            d_scores += outputs(reduce.SCORE_GRAD, rows, h.dtype, d_out=d_out, down_bias=bias)
+        if step.bias is not None:
+            d_scores += outputs(reduce.SCORE_GRAD, rows, h.dtype, d_out=d_out, down_bias=step.bias)
         d_scores = d_scores.reshape(scores.shape)
     return dh, d_scores, a_scaled
 
 
-def up_backward_act(
-    dh: Tensor,
-    x: Tensor,
-    up_proj: Tensor,
-    rows: Dispatch,
-    low: LowRows | None = None,
-    dx: Tensor | None = None,
-    *,
-    combine: str = "gather",
-    add_up: AddUp | None = None,
-) -> Tensor:
+def up_backward_act(step: BackendStep, dh: Tensor, dx: Tensor) -> None:
     """All kinds of combine are one here."""
-    dx_rows = outputs(linear.GROUPED_MM, rows, dh.dtype, a=dh, weights=up_proj, low=low, transposed=True)
-    return _add_up(dx_rows, rows, torch.empty_like(x) if dx is None else dx, add_up)
+    _add_up(step, _linear(step, dh, transposed=True), dx)
 
 
-def weight_gradient(
-    left: Tensor,
-    ordered: Tensor,
-    like: Tensor,
-    rows: Dispatch,
-    accumulator: Tensor | None = None,
-    *,
-    gather: bool,
-    transposed: bool,
-    factor: bool = False,
-) -> Tensor:
+def weight_gradient(rows: Dispatch, of: OuterSum) -> Tensor:
+    like, accumulator = of.like, of.accumulator
     m = Torch(rows, like.dtype if accumulator is None else accumulator.dtype)
-    if transposed == like.is_contiguous():  # it is made as it lies
-        made = weight.up_formula(m, ordered, left, gather=gather)
+    if of.transposed == like.is_contiguous():  # it is made as it lies
+        made = weight.up_formula(m, of.ordered, of.left, gather=of.gather)
     else:
-        made = weight.down_formula(m, left, ordered, gather=gather)
+        made = weight.down_formula(m, of.left, of.ordered, gather=of.gather)
     made = made if like.is_contiguous() else made.mT
     return made if accumulator is None else accumulator.add_(made)
 
 
 def expert_row_sum(
-    values: Tensor, num_experts: int, rows: Dispatch, scores: Tensor | None, accumulator: Tensor | None = None
+    values: Tensor, num_experts: int, rows: Dispatch, scores: Tensor | None, accumulator: Tensor | None
 ) -> Tensor:
     made = reduce.sum_formula(Torch(rows), values, gather=scores is not None, scores=scores)
     return made if accumulator is None else accumulator.add_(made)
 
 
-def _add_up(y: Tensor, rows: Dispatch, out: Tensor, add_up: AddUp | None, scores: Tensor | None = None) -> Tensor:
-    if add_up is None:
-        return out.copy_(outputs(COMBINE, rows, y.dtype, y=y, scores=scores))
-    add_up(y, rows, scores=scores, out=out)
-    return out
+def _linear(step: BackendStep, a: Tensor, **options: bool) -> Tensor:
+    call: dict[str, Any] = {"weights": step.weight, "bias": step.bias, "low": step.low, **options}
+    return outputs(linear.GROUPED_MM, step.rows, a.dtype, a=a, **call)  # type: ignore[no-any-return]
+
+
+def _add_up(step: BackendStep, y: Tensor, out: Tensor) -> None:
+    if step.add_up is None:
+        out.copy_(outputs(COMBINE, step.rows, y.dtype, y=y, scores=step.scores))
+    else:
+        step.add_up(y, step.rows, scores=step.scores, out=out)
 
 
 def _place(made: Tensor, place: Tensor | None) -> Tensor:

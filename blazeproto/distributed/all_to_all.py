@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from blazeproto.autograd.dispatcher import Arrived
 from blazeproto.autograd.options import Options
+from blazeproto.autograd.ranks import Arrived
 from blazeproto.runtime import checks
 
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from blazeproto.autograd import moe_mlp
-from blazeproto.autograd.dispatcher import Dispatcher, check_dispatcher
+from blazeproto.autograd.ranks import Dispatcher, check_dispatcher
 from blazeproto.distributed.all_to_all import AllToAll
 from blazeproto.layer import MoE
 

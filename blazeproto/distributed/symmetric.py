@@ -21,10 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from blazeproto.autograd.backends import check_device, missing_for_hopper
-from blazeproto.autograd.dispatcher import Arrived
 from blazeproto.autograd.options import Options
-from blazeproto.autograd.peers import EXCHANGES, PeersNamed
 from blazeproto.autograd.private import in_backward
+from blazeproto.autograd.ranks import EXCHANGES, Arrived, PeersNamed
 from blazeproto.distributed.exchanges import GatheredExchange, PeerExchange, SharedChoice
 from blazeproto.distributed.peer_memory import MAX_RANKS, MemoryLayout
 from blazeproto.gemm.tiles import CHUNK

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from blazeproto.autograd import Dispatcher, LowRank, Options, moe_mlp
 from blazeproto.autograd.backends import what_runs
 from blazeproto.autograd.checks import FLOAT_DTYPES, why_refused
-from blazeproto.autograd.dispatcher import check_dispatcher, dispatched_mlp, own_factors
+from blazeproto.autograd.mlp import dispatched_mlp
 from blazeproto.autograd.operators import autocast_dtype
+from blazeproto.autograd.ranks import check_dispatcher, own_factors
 from blazeproto.gemm.recipe import Recipe, name_of
 from blazeproto.integrations.gates import DEFAULT_GATE, activation_of, full_name, gate_name
 from blazeproto.runtime.optional import look, need

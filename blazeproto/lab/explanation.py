@@ -16,9 +16,9 @@ from blazeproto.activations import activation_named
 from blazeproto.autograd.backends import missing_for_hopper
 from blazeproto.autograd.checks import check_dense, check_weights
 from blazeproto.autograd.chunks import num_chunks
-from blazeproto.autograd.dispatcher import refuse_ranks
 from blazeproto.autograd.operators import autocast_dtype
 from blazeproto.autograd.policy import SavePolicy
+from blazeproto.autograd.ranks import refuse_ranks
 from blazeproto.blocksparse.baselines import PlainMoE
 from blazeproto.gemm import Sizes
 from blazeproto.lab.fp8_steps import in_fp8

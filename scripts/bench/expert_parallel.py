@@ -35,9 +35,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from blazeproto import MoE
-from blazeproto.autograd import node
 from blazeproto.autograd.backends import backend_on
-from blazeproto.autograd.chunks import WHOLE, chunks_of
+from blazeproto.autograd.chunks import WHOLE, chunks_of, dispatch
+from blazeproto.dispatch import Dispatch
 from blazeproto.distributed import AllToAll, Symmetric, expert_parallel
 from blazeproto.gemm import Sizes
 from blazeproto.router.router import Routing
@@ -194,14 +194,15 @@ def exchange_times(
         kept.clear()
         for ids in routings:
             choice = exchange.share(ids, scores, None, None, shape.T, experts_here)
-            index = node.dispatch.kernel(choice.experts, experts_here, WHOLE, "auto")
+            index = dispatch.kernel(choice.experts, experts_here, WHOLE, "auto")
             exchange.send(x, choice.token_ranks)
             kept.append((choice.token_ranks, index, choice.scores))
 
     def back() -> None:
         for token_ranks, index, weights in kept:
-            lists = (*index, shape.K, None, None, WHOLE)
-            (chunk,) = chunks_of(exchange.places, experts_here, *lists)
+            pairs, offsets, index_map = index
+            arrived = Dispatch(pairs, offsets[0], index_map, None, experts_here, shape.K, exchange.places)
+            (chunk,) = chunks_of(arrived, WHOLE)
             exchange.add_up(token_ranks, y, backend.rows_of(chunk.dispatch), scores=weights, out=made)
 
     draw()

@@ -251,19 +251,46 @@ def _numba_identity(kernel: NumbaKernel) -> str:
 TIMED_BY = ("scripts.", "blazeproto.lab.times")  # where what times a figure stands
 # The router's floor is blazeproto.cost's, to the digit; the exchange's had a checkout's path in it. A row has its sizes under
 # other names. A models' row borrows no figure of another run, and one more program can be measured. The language model's trainer
-# compares checksums and refuses options that do nothing.
+# compares checksums and refuses options that do nothing. What launches blazeproto's kernels gives the backend a record.
 AS_BEFORE = {
     "0934be240837f86d": "338d3e0ffcef8934",  # scripts.bench.router.measure
     "6bb3e78b8fa01ba1": "f08de043680d90fa",  # scripts.bench.distributed.weak_scaling
-    "6f5873371f6d8013": "5775d227d90f795a",  # scripts.bench.expert_parallel.measure
+    "6f5873371f6d8013": "dc256b1a0d23245b",  # scripts.bench.expert_parallel.measure
     "6fca11a6ce220cd5": "f487aae5d2d596e7",  # scripts.bench.expert_parallel.measure_torchs
     "e90fa147c2e681b7": "f487aae5d2d596e7",
-    "018f31ac54ebf294": "314611d49d0677e0",  # scripts.bench.models.layers.decode
-    "0a1a00da1934b126": "a9dd69abf3fd06b0",  # scripts.bench.models.layers.liger
-    "81568987246788d1": "738b9ff49ecf4ef0",  # scripts.bench.models.layers.models
-    "0527f1e7f8bda857": "a8eb3a856db8d5a0",  # scripts.bench.models.layers.quack
-    "315abaa9ea29451c": "aa1d4b51604029e0",  # scripts.bench.models.layers.skew
+    "018f31ac54ebf294": "baf123cdad879a73",  # scripts.bench.models.layers.decode
+    "0a1a00da1934b126": "ed7a5dc176d6ed5e",  # scripts.bench.models.layers.liger
+    "81568987246788d1": "64d2cd81b44995ae",  # scripts.bench.models.layers.models
+    "0527f1e7f8bda857": "34c1e28663818945",  # scripts.bench.models.layers.quack
+    "315abaa9ea29451c": "5bea2a0890fa853e",  # scripts.bench.models.layers.skew
     "12525638eb3c72ef": "7ef367d94c1926ef",  # scripts.bench.models.megablocks.micro_batch
+    "3c6b66779da873bc": "b11ddf8ec37c327c",  # scripts.bench.blocksparse.measure_layers
+    "17a2d1d0177fa977": "3a187587cff0ff74",  # scripts.bench.blocksparse.measure_others
+    "46cd499ea5760897": "c0ec37e3985636b7",  # scripts.bench.extras.bounded_workspace
+    "dcf15b5ee66f1b51": "7d6ecb511e7da57e",  # scripts.bench.extras.four_million_tokens
+    "cd299a9da41173e5": "9ee42f2c3df2f28e",  # scripts.bench.extras.skewed_routing
+    "478a7e76c2858201": "374c8cb786bcf083",  # scripts.bench.fp8.check
+    "c744450bc572db3a": "ad79f9c1dbad2942",  # scripts.bench.fp8.in_a_row
+    "22997ac49692f5de": "4a1b79d203792fa2",  # scripts.bench.fp8.layer
+    "7657ad5e66b167d4": "5f3022d77a42cf8f",  # scripts.bench.fp8.products
+    "5b5ab315b667b24f": "16a3a3869df18277",  # scripts.bench.fp8_peers.layers
+    "e620daa0b8275559": "01c8fc4c314284f5",  # scripts.bench.headline.run_of
+    "58630920b97628e5": "81c46d8f078b3f3a",  # scripts.bench.layer.measure
+    "85c6ed861b5685eb": "3e91365d78005c26",  # scripts.bench.lora.measure
+    "0ce7b291ff95e0a2": "44ef29144ef70ebb",  # scripts.bench.models.layers.choices
+    "2976600ee6bb3634": "29fc90145598e484",  # scripts.bench.models.layers.padding
+    "944c27ffa1eaf7f0": "28b5893aed336de9",  # scripts.bench.module.measure
+    "13733e8f5c4e1967": "6f2f48052c9390d9",  # scripts.bench.paper.kernels.gather
+    "a79688d047be3610": "72400e35a61c2879",  # scripts.bench.paper.kernels.kernel_times
+    "61c7250fa7b8686c": "d63d0c5863d904b0",  # scripts.bench.paper.kernels.scores_gradient
+    "571cbacd639e611f": "dcc96184c9759d26",  # scripts.bench.paper.kernels.token_rounding
+    "1256d94c08370a81": "86bfe7748313c797",  # scripts.bench.paper.layers.ablation
+    "62d7d70d4d33de8e": "63907248e950030c",  # scripts.bench.paper.layers.against_all
+    "1901cb40738016f3": "f57eda6ee9ec5b3d",  # scripts.bench.paper.layers.against_megablocks
+    "17ad9678ee5b4ff7": "0ad71bf8f9f5051f",  # scripts.bench.paper.layers.combines
+    "9429517690ba491e": "5ba8c03e18ed1bf0",  # scripts.bench.paper.steps.activations
+    "ecb0635c3298e60c": "0116a0d716882106",  # scripts.bench.paper.steps.policies
+    "ab57d6b1d6cc5775": "e876f62c1afafbe4",  # scripts.bench.paper.steps.waterfall
 }
 """By the identity of an earlier form of a benchmark, that of today's, which times the same and computes the same from it."""
 REPOSITORY = Path(__file__).resolve().parents[2]

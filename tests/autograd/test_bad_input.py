@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from blazeproto import MoE
-from blazeproto.autograd import checks, moe_mlp, node
+from blazeproto.autograd import checks, chunks, moe_mlp
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def call(make_case, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("something was launched")
 
-    monkeypatch.setattr(node, "dispatch_backend", refuse)
+    monkeypatch.setattr(chunks, "dispatch_backend", refuse)
 
     def call(**replaced):
         arguments = {

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from blazeproto.autograd import fp8_backend, kept, node, quantize_weights
+from blazeproto.autograd import fp8_backend, mlp, quantize_weights, steps
 from blazeproto.dispatch import Dispatch
 from blazeproto.gemm import fp8, quantize
 from blazeproto.gemm.quantize import BLOCK, Quantized, from_e4m3, to_e4m3
@@ -161,7 +161,7 @@ def quantized_orders(monkeypatch):
     monkeypatch.setattr(Dispatch, "num_rows", property(lambda self: len(self.expert_pair_indices)), raising=False)
     monkeypatch.setattr(fp8_backend.Hopper, "rows_of", staticmethod(lambda dispatch: dispatch))
     monkeypatch.setattr(fp8_backend, "current_stream", lambda _: 0)
-    for module in (node, kept):
+    for module in (steps, mlp):
         monkeypatch.setattr(module, "backend_on", lambda *_, **__: fp8_backend.Hopper())
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield orders

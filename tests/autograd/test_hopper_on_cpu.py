@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from blazeproto.activations import ACTIVATIONS, clamped_swiglu
-from blazeproto.autograd import LowRank, SavePolicy, hopper_backend, mlp, node, operators, private
+from blazeproto.autograd import LowRank, SavePolicy, chunks, hopper_backend, mlp, operators, private, steps
 from blazeproto.dispatch import Dispatch, build
 from blazeproto.dispatch import reference as dispatch_twin
 from blazeproto.gemm import TWINS, down_backward, fused, linear, reduce, up, weight
@@ -71,7 +71,7 @@ def twins(monkeypatch):
     monkeypatch.setattr(weight, "workspace_elements", lambda product, where, shape: 24)
     monkeypatch.setattr(Dispatch, "where", (0, 0, 0), raising=False)
     monkeypatch.setattr(hopper_backend, "rows_of", lambda rows: rows)
-    monkeypatch.setattr(node, "backend_on", lambda *_, **__: hopper_backend)
+    monkeypatch.setattr(steps, "backend_on", lambda *_, **__: hopper_backend)
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -293,12 +293,12 @@ def test_dispatch_gets_what_it_asks_for(make_case, monkeypatch):
             with monkeypatch.context() as patched:
                 patched.setattr(hopper_backend, "build_dispatch_unchecked", build_dispatch_unchecked)
                 patched.setattr(hopper_backend, "current_stream", lambda array: 7)
-                patched.setattr(node, "dispatch_backend", lambda *_: hopper_backend)
+                patched.setattr(chunks, "dispatch_backend", lambda *_: hopper_backend)
                 got = torch.ops.blazeproto.dispatch(ids, 5, chunk_tokens, "hopper", capacity)
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    whole, chunks = ((37, 3), None), [((16, 3), None), ((16, 3), None), ((5, 3), None)]
+    whole, parts = ((37, 3), None), [((16, 3), None), ((16, 3), None), ((5, 3), None)]
     limited = ((37, 3), 20)  # in chunks it says which pairs run
-    of_fixed = [(s, n, rows) for n in (3, 4) for s, rows in (whole, *chunks, limited, limited, *chunks)]
+    of_fixed = [(s, n, rows) for n in (3, 4) for s, rows in (whole, *parts, limited, limited, *parts)]
     assert calls == [*of_fixed, ((varying.topk_experts.shape[0], 1), 3, None)]
 
 

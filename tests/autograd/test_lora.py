@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from blazeproto.activations import ACTIVATIONS, clamped_swiglu
-from blazeproto.autograd import LowRank, SavePolicy, moe_mlp, node, saved_bytes, torch_backend
+from blazeproto.autograd import LowRank, SavePolicy, chunks, moe_mlp, saved_bytes, steps, torch_backend
 from blazeproto.dispatch import Dispatch
 from blazeproto.reference import moe_mlp as reference_mlp
 from tests.autograd.comparison import assert_as_good_as
@@ -522,8 +522,8 @@ def test_bad_input_is_refused_by_name(adapted, monkeypatch, what):
     def refuse(*args, **kwargs):
         raise AssertionError("something was launched")
 
-    monkeypatch.setattr(node, "dispatch_backend", refuse)
-    monkeypatch.setattr(node, "backend_on", refuse)
+    monkeypatch.setattr(chunks, "dispatch_backend", refuse)
+    monkeypatch.setattr(steps, "backend_on", refuse)
     replaced, error, message = BAD[what]
     with pytest.raises(error, match=message):
         layer.forward(**replaced)

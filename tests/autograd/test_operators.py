@@ -10,7 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from blazeproto.autograd import SavePolicy, checkpoint_contexts
+from blazeproto.autograd.call import Beside, ExpertsCall, How, Parameters, pack
 from blazeproto.autograd.options import Options
+from blazeproto.autograd.policy import Saved, places
+from blazeproto.dispatch import Dispatch
 from blazeproto.layer import MoE
 from blazeproto.router.router import Router
 
@@ -18,15 +21,20 @@ POLICIES = [policy.value for policy in SavePolicy]
 ops = torch.ops.blazeproto
 
 
-def options(save="minimal", activation="swiglu"):
-    return Options(activation, backend="torch").encode(save)
-
-
-def tail_of(case, save="minimal", chunk_tokens=0):
-    index_arrays = ops.dispatch(case.topk_experts, 5, chunk_tokens, "torch")
-    top_k = 0 if case.varying else 3
-    varying = (case.varying.get("pair_tokens"), case.varying.get("token_offsets"))
-    return (None, None, *index_arrays, top_k, *varying, chunk_tokens, None, "", options(save))
+def call_of(case, save="minimal", chunk_tokens=0, factors=False):
+    """factors: whether there are some."""
+    up, down = (
+        tuple(torch.randn(5, *shape, dtype=case.x.dtype).requires_grad_() if factors else None for shape in shapes)
+        for shapes in (((8, 16), (48, 8)), ((8, 24), (16, 8)))
+    )
+    p = (case.x, case.gate_up_proj, case.up_bias, *up, case.down_proj, case.down_bias, *down, case.scores)
+    lists = ops.dispatch(case.topk_experts, 5, chunk_tokens, "torch")
+    top_k, varying = None if case.varying else 3, (case.varying.get("token_offsets"), case.varying.get("pair_tokens"))
+    lists = (lists[0], lists[1] if chunk_tokens else lists[1][0], lists[2])
+    dispatch = Dispatch(*lists, None, 5, top_k, len(case.x), *varying)
+    return ExpertsCall(
+        Parameters(*p), Beside(), dispatch, How(Options(backend="torch"), save, False, top_k or 0, chunk_tokens)
+    )
 
 
 def test_opcheck_dispatch(make_case):
@@ -36,24 +44,20 @@ def test_opcheck_dispatch(make_case):
             torch.library.opcheck(ops.dispatch.default, (case.topk_experts, 5, chunk_tokens, "torch", *capacity))
 
 
-def parameters_of(case, factors):
-    """As the operators take them; factors: whether there are some."""
-    up, down = (
-        tuple(torch.randn(5, *shape, dtype=case.x.dtype).requires_grad_() if factors else None for shape in shapes)
-        for shapes in (((8, 16), (48, 8)), ((8, 24), (16, 8)))
+def detached(call):
+    return call._replace(p=Parameters(*(None if t is None else t.detach() for t in call.p)))
+
+
+def saved_by(call):
+    made = ops.moe_experts(*pack(call))[1:]
+    return Saved(*(None if place is None else t for t, place in zip(made, places(call), strict=True)))
+
+
+def check(name, needs, given, call):
+    """A step whose gradients of these names are needed."""
+    torch.library.opcheck(
+        ops.moe_backward.default, (name, [each in needs for each in Parameters._fields], given, *pack(call))
     )
-    return (case.x, case.gate_up_proj, case.up_bias, *up, case.down_proj, case.down_bias, *down, case.scores)
-
-
-def detached(tensors):
-    return tuple(None if t is None else t.detach() for t in tensors)
-
-
-def kept(made, save, factors):
-    h, act, xa, act_a, _, _ = made
-    if save == "recompute":
-        return (None,) * 6
-    return h, act if save == "paper" else None, *((xa, act_a) if factors else (None, None)), None, None
 
 
 @pytest.mark.parametrize(
@@ -65,45 +69,40 @@ def kept(made, save, factors):
 )
 def test_opcheck_whole_batch(make_case, save, varying, factors):
     case = make_case(bias=True, varying=varying, unused=0)  # rows without a pair hold anything, opcheck compares all
-    tail, parameters = tail_of(case, save), parameters_of(case, factors)
-    torch.library.opcheck(ops.moe_experts.default, (*parameters, None, *tail))
+    call = call_of(case, save, factors=factors)
+    torch.library.opcheck(ops.moe_experts.default, pack(call))
 
-    parameters = detached(parameters)
-    saved = kept(ops.moe_experts(*parameters, None, *tail)[1:], save, factors)
-    again = save == "recompute"
-    from_x = parameters[:5] if again else (None,) * 5
-    no, there = [False] * 5, factors
-    for dh, of_down in ((True, [True, True, there, there, True]), (True, [False, True, there, False, False])):
-        needs = [dh, again and factors, False, *no, *of_down]
-        arguments = (needs, case.d_out, None, None, *from_x, *parameters[5:], *saved, *tail)
-        torch.library.opcheck(ops.moe_backward.default, arguments)
-    dh = torch.randn(tail[2].shape[0], case.gate_up_proj.shape[1], dtype=case.x.dtype)
-    xa = torch.randn(tail[2].shape[0], 8, dtype=case.x.dtype) if factors else None
-    for of_up in ([True, True, True, there, there], [False, True, False, there, False]):
-        needs = [False, False, False, *of_up, *no]
-        arguments = (needs, None, dh, None, *parameters, None, None, xa, None, None, None, *tail)
-        torch.library.opcheck(ops.moe_backward.default, arguments)
+    call, num_rows = detached(call), call.dispatch.num_rows
+    saved, there = saved_by(call), {name for name, t in zip(Parameters._fields, call.p, strict=True) if t is not None}
+
+    def rows(width, given=True):
+        return torch.randn(num_rows, width, dtype=case.x.dtype) if given else None
+
+    dh, a_scaled, low = rows(case.gate_up_proj.shape[1]), rows(24), rows(8, factors)
+    for needs in (there, {"x", "scores"}, {"down_proj", "up_bias"}, there & {"down_a", "down_b", "up_b"}):
+        check("down_backward", needs, (case.d_out, *saved), call)
+        check("down_gradients", needs, (case.d_out, a_scaled, low, low), call)
+        check("up_backward", needs, (dh, None), call)
+        check("up_gradients", needs, (dh, low, low), call)
 
 
 @pytest.mark.parametrize("save", POLICIES)
 @pytest.mark.parametrize("factors", [False, True])
 def test_opcheck_chunks(make_case, save, factors):
-    case = make_case(bias=True)
-    tail, parameters = tail_of(case, save, chunk_tokens=16), parameters_of(case, factors)
-    torch.library.opcheck(ops.moe_experts.default, (*parameters, None, *tail))
-    parameters = detached(parameters)
-    saved = kept(ops.moe_experts(*parameters, None, *tail)[1:], save, factors)
-    some = [True, False, False, False, factors, True, False, factors, False, False]
-    for needs in ([t is not None for t in parameters], some):
-        arguments = ([False, False, False, *needs], case.d_out, None, None, *parameters, *saved, *tail)
-        torch.library.opcheck(ops.moe_backward.default, arguments)
+    call = call_of(case := make_case(bias=True), save, 16, factors)
+    torch.library.opcheck(ops.moe_experts.default, pack(call))
+    call = detached(call)
+    saved = saved_by(call)
+    for needs in (Parameters._fields, ("x", "down_proj", *(("up_b", "down_b") if factors else ()))):
+        needs = [name for name in needs if getattr(call.p, name) is not None]
+        check("backward", needs, (case.d_out, *saved), call)
 
 
 def test_opcheck_gate_and_up_apart(make_case):
     case = make_case(bias=True)
     gate, up = (half.contiguous().requires_grad_() for half in case.gate_up_proj.detach().chunk(2, dim=1))
-    x, _, *rest = parameters_of(case, False)
-    torch.library.opcheck(ops.moe_experts.default, (x, gate, *rest, up, *tail_of(case)))
+    call = call_of(case)
+    torch.library.opcheck(ops.moe_experts.default, pack(call._replace(p=call.p._replace(up_proj=gate, up_rest=up))))
 
 
 @pytest.mark.parametrize("save", POLICIES)

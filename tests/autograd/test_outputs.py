@@ -41,7 +41,7 @@ def experts_of(x: Tensor) -> Tensor:
 def test_every_operator_with_a_derivative_is_here() -> None:
     root = Path(blazeproto.__file__).parent
     defined = re.findall(
-        r'@define\(\s*f?"(\w+)\((.*?)\n\)\n', "".join(p.read_text() for p in root.rglob("*.py")), re.DOTALL
+        r'\bdefine\(\s*f?"(\w+)\((.*?)\n\)[\n(]', "".join(p.read_text() for p in root.rglob("*.py")), re.DOTALL
     )
     names = {name for name, rest in defined if "setup=" in rest or "_derivative(" in rest}
     assert names == set(OPERATORS) and len(defined) > 10

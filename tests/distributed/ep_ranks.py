@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from blazeproto import MoE, moe_mlp
 from blazeproto.autograd import LowRank, Options
-from blazeproto.autograd.dispatcher import dispatched_mlp
+from blazeproto.autograd.mlp import dispatched_mlp
 from blazeproto.distributed import AllToAll, Symmetric, check_overflow, clip_grad_norm_, expert_parallel
 from blazeproto.router.router import Routing
 

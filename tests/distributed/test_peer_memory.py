@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from blazeproto import moe_mlp
-from blazeproto.autograd.peers import EXCHANGES, PeersNamed
+from blazeproto.autograd.ranks import EXCHANGES, PeersNamed
 from blazeproto.distributed import exchanges
 from blazeproto.distributed.exchanges import PeerExchange
 from blazeproto.distributed.peer_memory import MAX_RANKS, PART, MemoryLayout, PeerMemory, add_up_kernel, kernel

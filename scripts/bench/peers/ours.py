@@ -46,18 +46,19 @@ def build(shape: Sizes, inputs: LayerInputs, **options: Any) -> Program:
 def launch_kernels(inputs: LayerInputs, dispatch: Dispatch) -> tuple[object, ...]:
     """The kernels of a forward and a backward, launched as the operators of `moe_mlp` do, their outputs allocated."""
     from blazeproto.autograd import hopper_backend as backend
+    from blazeproto.autograd.step import BackendStep, OuterSum
 
     x, d_out, scores = inputs.x.detach(), inputs.grad_output, inputs.scores.detach()
     up_proj, down_proj = inputs.gate_up_proj.detach(), inputs.down_proj.detach()
-    rows, no_bias = backend.rows_of(dispatch), None
-    h, act = backend.up_forward(x, up_proj, no_bias, rows, "swiglu")
-    out = torch.empty_like(x)
-    backend.down_forward(act, down_proj, no_bias, scores, rows, out, "gather", overwrite_act=True)
+    rows = backend.rows_of(dispatch)
+    up, down = BackendStep(rows, up_proj), BackendStep(rows, down_proj, scores=scores)
+    h, act = backend.up_forward(up, x, None, None)
+    out, dx = torch.empty_like(x), torch.empty_like(x)
+    backend.down_forward(down, act, out, overwrite_act=True)
     del act
-    state = (h, None, scores, down_proj, no_bias, rows, "swiglu")
-    dh, d_scores, a_scaled = backend.down_backward_act((True, True, True), d_out, *state, overwrite_h=True)
+    dh, d_scores, a_scaled = backend.down_backward_act(down, (True, True, True), d_out, h, None, overwrite_h=True)
     assert dh is not None and a_scaled is not None
-    d_down = backend.weight_gradient(d_out, a_scaled, down_proj, rows, gather=True, transposed=False)
-    dx = backend.up_backward_act(dh, x, up_proj, rows)
-    d_up = backend.weight_gradient(x, dh, up_proj, rows, gather=True, transposed=True)
+    d_down = backend.weight_gradient(rows, OuterSum(d_out, a_scaled, down_proj, None, gather=True, transposed=False))
+    backend.up_backward_act(up, dh, dx)
+    d_up = backend.weight_gradient(rows, OuterSum(x, dh, up_proj, None, gather=True, transposed=True))
     return out, dx, d_up, d_down, d_scores

@@ -1,29 +1,89 @@
-"""Experts on several ranks: what a layer asks of a *dispatcher*, which takes tokens to the ranks of their experts and back.
+"""Experts on several ranks: a *dispatcher*, which a layer asks, and an *exchange*, which the experts' operators ask.
+
+A dispatcher takes tokens to the ranks of their experts and back (`mlp.dispatched_mlp`):
 
     x, S, ids ──dispatch──> rows that arrived, their S and local ids ──moe_mlp──> a partial sum a row ──combine──> out
-
-A dispatcher may leave rows and sums to the experts' operators (`blazeproto.autograd.peers`), and bring ids and scores alone:
-
-    x, S, ids ──dispatch──> x, and the S and local ids that arrived ──operators, with an exchange──> out
 
 Each rank computes its own experts by `moe_mlp`, on rows that came from all ranks: a row is a token there, whose other experts are
 not here. So `moe_mlp` is also what a program calls that moves rows itself, with an id outside [0, E) or a varying number of
 experts per row for what is not here; `grouped_experts` is that for rows sorted by expert.
+
+A dispatcher may leave rows and sums to an exchange, and bring ids and scores alone. Then the tokens of an operator are the rank's
+own, its pairs those that arrived, and rows and partial sums move inside it, in backward dO, X and dX~ likewise:
+
+    x ──send──> rows of all ranks' tokens ──up, down──> Y ──add_up──> out
+
+Operators take tensors, numbers and strings, so they are told an exchange by its name, as torch's own collective operators are
+told a process group.
 """
 
-from dataclasses import replace
+from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from blazeproto.autograd.checks import check_choice, check_experts
-from blazeproto.autograd.low_rank import LowRank, tensors_of
-from blazeproto.autograd.mlp import moe_mlp
-from blazeproto.autograd.operators import as_experts_see
+from blazeproto.autograd.low_rank import LowRank
 from blazeproto.autograd.options import Options
-from blazeproto.autograd.peers import PeersNamed
-from blazeproto.autograd.private import refuse_transforms
+
+AddUp = Callable[..., None]
+"""(y, rows, *, scores=None, columns=None, out): what `blazeproto.gemm.combine.launch` is on one rank."""
+
+
+class Exchange(Protocol):
+    """All ranks call the same functions in the same order. What ``send`` returns holds until the next ``send``."""
+
+    places: int
+    """Tokens that may arrive, of all ranks."""
+
+    backend: str
+    """The name of the backend whose rows ``add_up`` takes."""
+
+    def send(self, t: Tensor, token_ranks: Tensor) -> Tensor:
+        """t (T, d), this rank's own → (places, d), of all ranks' tokens those with an expert here; the other rows are anything.
+
+        token_ranks: (T,) int32: bit r of a token: it has an expert on rank r."""
+
+    def add_up(
+        self,
+        token_ranks: Tensor,
+        y: Tensor,
+        rows: Any,
+        *,
+        scores: Tensor | None = None,
+        columns: range | None = None,
+        out: Tensor,
+    ) -> None:
+        """y (R, d), rows in expert order → out (T, d): the sums over a token's ranks of their partial sums, rounded each.
+
+        rows: the arrived pairs' dispatch, as the backend has it.  scores: of the arrived pairs.  columns: those of ``out`` that
+        y has."""
+
+
+EXCHANGES: MutableMapping[str, Exchange] = WeakValueDictionary()
+"""Those that live, by name."""
+
+
+class PeersNamed(NamedTuple):
+    """An exchange in one call, as operators are told of it."""
+
+    token_ranks: Tensor | None  # (T,) int32, as `Exchange.send` takes it
+    exchange: str
+
+    @property
+    def places(self) -> int | None:
+        """Tokens that may arrive; None: as many as x has."""
+        return EXCHANGES[self.exchange].places if self.exchange else None
+
+    @property
+    def backend(self) -> str:
+        """What the operators run on."""
+        return EXCHANGES[self.exchange].backend
+
+
+ALONE = PeersNamed(None, "")
+"""Rows that have arrived, and no exchange."""
 
 
 class Arrived(NamedTuple):
@@ -110,72 +170,13 @@ def check_dispatcher(
         raise ValueError(f"dispatcher: expected one on {mesh.device_type}, where the experts are, got one on {device}")
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def dispatched_mlp(
-    dispatcher: Dispatcher,
-    x: Tensor,
-    up_proj: Tensor,
-    down_proj: Tensor,
-    scores: Tensor,
-    topk_experts: Tensor,
-    *,
-    num_experts: int,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    options: Options,
-    pair_tokens: Tensor | None,
-    token_offsets: Tensor | None,
-    up_factors: LowRank | None = None,
-    down_factors: LowRank | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """`moe_mlp` with ``num_experts`` experts of all ranks, of which the weights have this rank's: DTensors, or plain local ones.
-
-    up_factors, down_factors: of this rank's experts, plain tensors.
-
-    Returns out (T, d), and the pairs that a ``row_capacity`` left out on all ranks, (1,) int32; None without one.
-
-    Raises what `moe_mlp` raises, and what `check_dispatcher` does, before a token leaves.
-    """
-    mesh = getattr(down_proj, "device_mesh", None)
-    up_proj, down_proj, up_bias, down_bias = map(_local, (up_proj, down_proj, up_bias, down_bias))
-    factors = tensors_of(up_factors, down_factors)
-    refuse_transforms("moe_mlp", (x, up_proj, down_proj, up_bias, down_bias, scores, *factors))
-    weights = (down_proj, up_bias, down_bias, up_factors, down_factors)
-    check_experts(x, (up_proj,), *weights, num_experts=len(down_proj), options=options)
-    check_dispatcher(dispatcher, options, num_experts, len(down_proj), x.shape[1], mesh)
-    choice = (topk_experts, None, pair_tokens, token_offsets)
-    check_choice(x, scores, *choice, num_experts=num_experts, options=options)
-    x, scores = as_experts_see(x, scores)
-    if options.validate:  # of the ids that arrive, some are other ranks'
-        options = replace(options, validate=False)
-    arrived = dispatcher.dispatch(x, scores, topk_experts, pair_tokens, token_offsets)
-    partial = moe_mlp(
-        arrived.x,
-        up_proj,
-        down_proj,
-        arrived.scores,
-        arrived.topk_experts,
-        num_experts=len(down_proj),
-        up_bias=up_bias,
-        down_bias=down_bias,
-        up_factors=up_factors,
-        down_factors=down_factors,
-        pair_tokens=arrived.pair_tokens,
-        token_offsets=arrived.token_offsets,
-        peers=arrived.peers,
-        options=options,
-    )
-    overflow = None if options.row_capacity is None else dispatcher.overflow(arrived, options.row_capacity)
-    return dispatcher.combine(partial, arrived), overflow
-
-
 def refuse_ranks(dispatcher: Dispatcher | None, what: str) -> None:
     """RuntimeError from ``what`` of a layer that has a dispatcher: how many rows come to a rank is not known beforehand."""
     if dispatcher is not None:
         raise RuntimeError(f"{what}: expected a layer on one rank, got one with {dispatcher}")
 
 
-def _local(weight: Any) -> Any:
+def local(weight: Any) -> Any:
     """This rank's part of a weight. Over ranks that hold copies of it (data parallel), its gradients are summed."""
     if not hasattr(weight, "placements"):
         return weight

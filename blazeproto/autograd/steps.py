@@ -1,0 +1,223 @@
+"""The steps of Algorithm 1 that `node.py` puts in order: each a backend's products for the rows of one chunk.
+
+A step makes what belongs to a weight's bias and low-rank factors too. It returns None for what is not needed, and runs nothing
+for it. `node.Operators` has the same steps as calls of an operator.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blazeproto.autograd.backends import backend_on
+from blazeproto.autograd.call import ExpertsCall, Parameters
+from blazeproto.autograd.chunks import WHOLE, Chunk, chunks_of, take
+from blazeproto.autograd.operators import cast
+from blazeproto.autograd.policy import Saved, SavePolicy
+from blazeproto.autograd.ranks import EXCHANGES
+from blazeproto.autograd.records import check_unchanged
+from blazeproto.autograd.step import Backend, BackendStep, OuterSum
+
+MAKES = {
+    "down_backward": ("dh", "a_scaled", "scores", "xa", "d_out_b", "act_a"),
+    "down_gradients": ("down_proj", "down_bias", "down_a", "down_b"),
+    "up_backward": ("x", "dh_b"),
+    "up_gradients": ("up_proj", "up_bias", "up_a", "up_b"),
+    "backward": Parameters._fields,
+}
+"""What a step of backward returns. With low-rank factors d_out_b is dO B_down, dh_b is dH B_up, act_a is S act A_down^T."""
+
+
+def wanted(step: str, call: ExpertsCall, needs: Parameters) -> list[bool]:
+    """What of it is needed."""
+    inner = {
+        "dh": any(needs_of_up(needs)),
+        "a_scaled": needs.down_proj or needs.down_a,
+        "xa": needs.up_b and call.how.save == SavePolicy.RECOMPUTE,
+        "d_out_b": needs.down_a,
+        "act_a": needs.down_b,
+        "dh_b": needs.up_a,
+    }
+    return [bool(inner[name] if name in inner else getattr(needs, name)) for name in MAKES[step]]
+
+
+def needs_of_up(needs: Parameters) -> tuple[Any, ...]:
+    """Those for which dH is made."""
+    return needs.x, needs.up_proj, needs.up_bias, needs.up_a, needs.up_b
+
+
+def down_last(call: ExpertsCall) -> bool:
+    """Whether dW_down is made when dH is gone, beside which its transposed operands would be the peak."""
+    return call.how.options.precision != "bf16"
+
+
+def steps_of(call: ExpertsCall, needs: Any = None, sums: Any = None, *, overwrite_h: bool = False) -> Iterator["Steps"]:
+    """The steps of each chunk. needs: which gradients are needed; None in forward, which checks kept records of weights.
+    sums: where chunks' gradients are summed."""
+    p, beside, dispatch, how = call
+    sizes, precision = p.down_proj.shape, how.options.precision
+    backend = backend_on(how.options.backend, p.x.device, p.x.dtype, *sizes, precision=precision)
+    for kept, weight in ((beside.up_kept, p.up_proj), (beside.down_kept, p.down_proj)):
+        if kept is not None and needs is None:
+            check_unchanged(kept, weight, copies=True)
+    weights = backend.forward_weight, backend.backward_weight
+    if how.chunk_tokens != WHOLE:  # as each product of each chunk takes them, so the cast ones are kept
+        weights = partial(_once, {}, backend.forward_weight), partial(_once, {}, backend.backward_weight)
+    for chunk in chunks_of(dispatch, how.chunk_tokens):
+        yield Steps(call, chunk, backend, weights, needs, sums, overwrite_h)
+
+
+def _once(made: dict[int, Any], prepare: Any, weight: Tensor, *how: Any) -> Any:
+    if id(weight) not in made:
+        made[id(weight)] = prepare(weight, *how)
+    return made[id(weight)]
+
+
+class Steps:
+    """The steps of one chunk.  held: what was saved of it."""
+
+    def __init__(
+        self,
+        call: ExpertsCall,
+        chunk: Chunk,
+        backend: Backend,
+        weights: tuple[Any, Any],
+        needs: Any,
+        sums: Any,
+        overwrite_h: bool,
+    ) -> None:
+        """weights: the backend's `forward_weight` and `backward_weight`.  overwrite_h: whether dH may lie over H."""
+        self.forward_weight, self.backward_weight = weights
+        self.call, self.chunk, self.backend = call, chunk, backend
+        self.exchange: Any = EXCHANGES.get(call.how.exchange)
+        self.needs, self.sums, self.overwrite_h = needs, sums, overwrite_h
+        self.rows, self.dtype = backend.rows_of(chunk.dispatch), call.p.x.dtype
+        self.loaded: tuple[Any, Any] = None, None
+        self.held: list[Saved] = []
+        self.scores = take(call.p.scores, chunk.tokens)
+        add_up = self.exchange and partial(self.exchange.add_up, call.beside.token_ranks)
+        self.combined: Any = {"combine": call.how.options.combine, "add_up": add_up}
+
+    def load(self, t: Any) -> Any:
+        """The tokens (T, d) whose rows are here: a chunk's, or what an exchange brings, until it brings another."""
+        if self.loaded[0] is not t:
+            here = take(t, self.chunk.tokens).contiguous()  # out.sum() delivers a gradient of stride 0
+            self.loaded = t, self.exchange.send(here, self.call.beside.token_ranks) if self.exchange else here
+        return self.loaded[1]
+
+    # ---- forward -------------------------------------------------------------------------------------------------
+
+    def up(self, x: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Any]:
+        """x as `load` gives it -> H, act and X A_up^T (R, r), in the places that ``saved`` has."""
+        p, rows = self._joined() if self.needs else self.call.joined().p, self.chunk.rows
+        weight = self.forward_weight(p.up_proj, self.dtype, self.rows, self.call.beside.up_kept, saved.up_t)
+        low = self._low(x, p.up_a, p.up_b, gather=True, out=take(saved.xa, rows))
+        step = BackendStep(self.rows, weight, p.up_bias, low, activation=self.call.how.options.activation)
+        return *self.backend.up_forward(step, x, take(saved.h, rows), take(saved.act, rows)), low and low[0]
+
+    def down(self, act: Tensor, out: Tensor | None, saved: Saved) -> Tensor:
+        """-> out (T, d), all of it, made where it is None; act A_down^T in its place."""
+        p = self.call.p
+        weight = self.forward_weight(p.down_proj, self.dtype, self.rows, self.call.beside.down_kept, saved.down_t)
+        low = self._low(act, p.down_a, p.down_b, gather=False, out=take(saved.act_a, self.chunk.rows))
+        out = torch.empty_like(p.x) if out is None else out
+        step = BackendStep(self.rows, weight, p.down_bias, low, self.scores, **self.combined)
+        over = self.call.how.save != SavePolicy.PAPER
+        self.backend.down_forward(step, act, take(out, self.chunk.tokens), overwrite_act=over)
+        return out
+
+    # ---- backward ------------------------------------------------------------------------------------------------
+
+    def down_backward(self, d_out: Tensor, saved: Saved) -> tuple[Any, ...]:
+        """d_out (T, d) -> dH, A' = S act (R, n), dS, X A_up^T, dO B_down (R, r), S act A_down^T (R, r)."""
+        needs, p, h, act, xa, act_a = self.needs, self.call.p, saved.h, saved.act, saved.xa, saved.act_a
+        wants = any(needs_of_up(needs)), needs.scores, needs.down_proj or needs.down_a
+        dh = d_scores = a_scaled = low = None
+        if not any((*wants, needs.down_b)):
+            return (None,) * len(MAKES["down_backward"])
+        if again := h is None:
+            h, act, xa = self.up(self.load(p.x), Saved())
+            act_a = self._low(act, p.down_a, p.down_b, gather=False)[0] if needs.down_b else None
+            act = act if self.backend.READS_ACT else None
+        if any(wants):
+            d_out = self.load(d_out)
+            low = self._low(d_out, p.down_b, p.down_a, gather=True, transposed=True)
+            kept = self.call.beside.down_kept if saved.down_t is None else saved.down_t
+            weight = self.backward_weight(p.down_proj, self.dtype, self.rows, kept)
+            bias, activation = p.down_bias if needs.scores else None, self.call.how.options.activation
+            step, over = BackendStep(self.rows, weight, bias, low, self.scores, activation), self.overwrite_h or again
+            dh, d_scores, a_scaled = self.backend.down_backward_act(step, wants, d_out, h, act, overwrite_h=over)
+        if needs.scores and self.sums:
+            take(self.sums.scores, self.chunk.tokens).copy_(d_scores)
+        if needs.down_b:
+            pairs = self.chunk.dispatch.expert_pair_indices.clamp_min(0)  # rows past the last get a score that exists
+            act_a = (act_a * self.scores.reshape(-1, 1).index_select(0, pairs)).to(self.dtype)
+        if down_last(self.call):
+            self.loaded = None, None
+        return dh if wants[0] else None, a_scaled if wants[2] else None, d_scores, xa, low and low[0], act_a
+
+    def down_gradients(self, d_out: Tensor, a_scaled: Any, d_out_b: Any, act_a: Any) -> tuple[Any, ...]:
+        """-> dW_down, and of its bias and factors."""
+        needs = self.needs
+        tokens = self.load(d_out) if needs.down_proj or needs.down_bias or needs.down_b else None
+        self.loaded = None, None
+        return (
+            self._outer("down_proj", tokens, a_scaled, gather=True, transposed=False),
+            self._bias("down_bias", tokens, self.scores),
+            self._outer("down_a", a_scaled, d_out_b, gather=False, transposed=True),
+            self._outer("down_b", tokens, act_a, gather=True, transposed=False),
+        )
+
+    def up_backward(self, dh: Any, up_t: Tensor | None) -> tuple[Any, Any]:
+        """-> dX (T, d), dH B_up (R, r)."""
+        needs, p, low, dx = self.needs, self.call.p, None, None
+        if needs.x or needs.up_a:
+            low = self._low(dh, p.up_b, p.up_a, gather=False, transposed=True)
+        if needs.x:
+            p = self._joined()
+            kept = self.call.beside.up_kept if up_t is None else up_t
+            weight = self.backward_weight(p.up_proj, self.dtype, self.rows, kept)
+            dx = torch.empty_like(p.x) if self.sums is None else take(self.sums.x, self.chunk.tokens)
+            self.backend.up_backward_act(BackendStep(self.rows, weight, None, low, **self.combined), dh, dx)
+        return dx, low and low[0]
+
+    def up_gradients(self, dh: Any, dh_b: Any, xa: Any) -> tuple[Any, ...]:
+        """-> dW_up, and of its bias and factors."""
+        x = self.load(self.call.p.x) if self.needs.up_proj or self.needs.up_a else None
+        return (
+            self._outer("up_proj", x, dh, gather=True, transposed=True),
+            self._bias("up_bias", dh, None),
+            self._outer("up_a", x, dh_b, gather=True, transposed=True),
+            self._outer("up_b", dh, xa, gather=False, transposed=False),
+        )
+
+    # ---- what they are made of -----------------------------------------------------------------------------------
+
+    def _low(self, a: Any, factor: Any, other: Any, **how: Any) -> Any:
+        """The rows (R, r) that one low-rank factor makes of rows or tokens, and the factor that they meet; None without."""
+        if factor is None:
+            return None
+        how = {"transposed": False, **how}
+        return self.backend.low_rank_rows(a, cast(factor, self.dtype), self.rows, **how), cast(other, self.dtype)
+
+    def _joined(self) -> Parameters:
+        """In backward, where gate and up are two, joined once."""
+        self.call = self.call.joined()
+        return self.call.p
+
+    def _outer(self, name: str, left: Any, ordered: Any, *, gather: bool, transposed: bool) -> Any:
+        """The gradient of a weight or a factor, of what `OuterSum` says."""
+        if not getattr(self.needs, name):
+            return None
+        p, accumulator = self._joined() if name == "up_proj" else self.call.p, self.sums and getattr(self.sums, name)
+        of = OuterSum(left, ordered, getattr(p, name), accumulator, gather, transposed, name.endswith(("_a", "_b")))
+        return self.backend.weight_gradient(self.rows, of)
+
+    def _bias(self, name: str, values: Any, scores: Tensor | None) -> Any:
+        if not getattr(self.needs, name):
+            return None
+        p, accumulator = self.call.p, self.sums and getattr(self.sums, name)
+        made = self.backend.expert_row_sum(values, len(p.down_proj), self.rows, scores, accumulator)
+        return made if self.sums else cast(made, getattr(p, name).dtype)
