@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.specification import Specification
-from blazeproto.gemm.tiles import BF16, BK, DEVICE_CONSTANTS, SMEM_LIMIT, WARPGROUP, Element, TileConfig
+from blazeproto.gemm.tiles import BF16, BK, DEVICE_CONSTANTS, WARPGROUP, Element, TileConfig
+from blazeproto.runtime.arch import HOPPER, Arch
 from blazeproto.runtime.arrays import ITEM_BYTES
 
 SHAPES = 1024  # whose plans are kept, of each product
@@ -220,6 +221,7 @@ def tiled_kernel(
     epilogue_warpgroups: int = 0,
     epilogue_registers: int = 40,
     low_rank: int = 0,
+    arch: Arch = HOPPER,
     **macros: int | str,
 ) -> Kernel:
     """A kernel on top of mainloop.cuh: the same object for the same arguments.
@@ -252,8 +254,9 @@ def tiled_kernel(
         "LOW_RANK": low_rank,
         **macros,
         **({"FEW_ROWS": True} if config.few_rows else {}),
+        "SMEM_LIMIT": arch.smem_limit,
         **DEVICE_CONSTANTS,
     }
     threads, start_registers = (4 * WARPGROUP, 128) if epilogue_warpgroups else (3 * WARPGROUP, None)
     options = tuple(f"-D{macro}" for macro in build.debug)
-    return Kernel(file, entry, macros, SMEM_LIMIT, threads, start_registers, options, build.sources)
+    return Kernel(file, entry, macros, arch.smem_limit, threads, start_registers, options, build.sources, arch)

@@ -18,7 +18,8 @@ from blazeproto.gemm.sdd import SDD
 from blazeproto.gemm.tiles import BF16, CANDIDATES, CHUNK, MAX_EXPERTS, TileConfig
 from blazeproto.gemm.up import UP_FORWARD
 from blazeproto.gemm.weight import DOWN_BACKWARD_WEIGHT, UP_BACKWARD_WEIGHT
-from blazeproto.runtime import checks
+from blazeproto.runtime import checks, optional
+from blazeproto.runtime.arch import arch_of, capability_of
 
 PRODUCTS = {
     entry.name: entry
@@ -118,7 +119,7 @@ def prepare(
     `combine`.  f32_weight_grads: whether weight gradients are fp32 (as they are in chunks).
     transposed: whether the weights are (E, d, G n) and (E, n, d), as in gpt-oss.
     precision: as in `moe_mlp`; "fp8": its kernels too (`blazeproto.gemm.fp8`).
-    device: CUDA ordinal; default: CuPy's current device if that is of compute capability 9.0, else nothing is loaded.
+    device: CUDA ordinal; default: CuPy's current device if that runs the kernels, else nothing is loaded.
     jobs: compilers that run at a time, in processes of their own; default: one a core.
 
     Returns the kernels. ValueError for a layer that the products don't take; CompileError if the compiler refuses.
@@ -144,19 +145,17 @@ def prepare(
     if name_of(precision) != "bf16":
         wanted |= dict.fromkeys((*quantize.kernels(), *fp8.kernels(activation)))
     made = compile_many(wanted, jobs)
-    device = _hopper_device() if device is None else device
+    device = _current_device() if device is None else device
     if device is not None:
         for kernel in made:
             kernel.handle(device)
     return made
 
 
-def _hopper_device() -> int | None:
+def _current_device() -> int | None:
     """CuPy's current device, None where there is none that runs the kernels."""
     try:
-        import cupy
-
-        device = int(cupy.cuda.runtime.getDevice())
-        return device if cupy.cuda.Device(device).compute_capability == "90" else None
+        device = int(optional.cupy().cuda.runtime.getDevice())
+        return device if arch_of(capability_of(device)) else None
     except (ImportError, RuntimeError):  # no CuPy, no driver, no GPU
         return None

@@ -9,6 +9,7 @@ from math import log2
 from typing import Any
 
 from blazeproto.gemm.tuned import MEASURED
+from blazeproto.runtime.arch import HOPPER, Arch
 from blazeproto.runtime.shown import Shown
 
 
@@ -25,7 +26,6 @@ class Element:
 BF16 = Element(2, 9, "bf16", 16)
 ALIGNMENT = 16  # bytes: what TMA and a thread's loads move at least
 CHUNK = ALIGNMENT // BF16.bytes  # numbers in that many bytes
-SMEM_LIMIT = 227 * 1024  # bytes of dynamic shared memory a CTA may have; the tiled kernels ask for all of it
 WARPGROUP = 128  # threads
 MAX_EXPERTS = 512  # whose row counts fit beside the stages
 GATHERED_ELEMENTS = 2**35  # of a matrix whose rows are gathered, fewer than: gather.cuh counts chunks in 32 bits
@@ -33,7 +33,6 @@ BM, BK = 128, 64  # rows of a tile, reduction steps of a stage
 SLAB = 64  # rows and columns that an epilogue stores at once
 # Stated here alone: the device code has them as macros.
 DEVICE_CONSTANTS = {
-    "SMEM_LIMIT": SMEM_LIMIT,
     "MAX_EXPERTS": MAX_EXPERTS,
     "BM": BM,
     "BK": BK,
@@ -83,7 +82,7 @@ class TileConfig(Shown):
                 raise ValueError(f"{name}: expected one of {', '.join(map(str, allowed))}, got {value!r}")
 
 
-# product -> its tiles, but for what `tuned.py` knows better.
+# Hopper's tiles by product, but for what `tuned.py` knows better.
 PLAIN = {
     "up_forward": TileConfig(),
     "down_forward": TileConfig(),
@@ -92,7 +91,8 @@ PLAIN = {
     "down_backward_weight": TileConfig(cluster=2),
     "up_backward_weight": TileConfig(cluster=2),
 }
-TILES = dict(PLAIN)
+TILES = HOPPER.tiles
+TILES.update(PLAIN)
 """Launches look here each time: a changed entry holds from the next call on, for layers of any sizes."""
 
 # Products that take narrower tiles where those of the table would leave many columns idle: of 2880 columns, 15 tiles of 192
@@ -101,9 +101,9 @@ NARROW = {"down_forward": 192, "up_backward_act": 192}
 WORTH_NARROWING = 1 / 32  # of all columns that tiles cover
 
 
-def tiles_for(product: str, columns: int) -> TileConfig:
+def tiles_for(product: str, columns: int, arch: Arch = HOPPER) -> TileConfig:
     """Tiles for so many columns of the output."""
-    wide = TILES[product]
+    wide: TileConfig = arch.tiles[product]
     narrow = replace(wide, tile_n=NARROW.get(product, wide.tile_n))
     covered, by_narrow = (-(-columns // config.tile_n) * config.tile_n for config in (wide, narrow))
     return narrow if by_narrow <= covered * (1 - WORTH_NARROWING) else wide
@@ -118,16 +118,16 @@ STEPS = 4  # an octave of an expert's rows has, in the table's eyes
 FEW, MANY = -8, 20  # octaves of rows: with fewer the table is read as with 2^FEW, with more as with 2^MANY
 
 
-def chosen(product: str, num_rows: int, num_experts: int, d: int, n: int) -> TileConfig:
-    """The tiles of up_forward or down_backward_act: those of the nearest measured layer, or what was put into `TILES`."""
-    config, octaves = TILES[product], log2(max(num_rows, 1) / num_experts)
+def chosen(product: str, num_rows: int, num_experts: int, d: int, n: int, arch: Arch = HOPPER) -> TileConfig:
+    """The tiles of up_forward or down_backward_act: those of the nearest measured layer, or what was put into ``arch.tiles``."""
+    config, octaves = arch.tiles[product], log2(max(num_rows, 1) / num_experts)
     if config is not PLAIN[product]:
         return config
-    return _nearest(product, round(STEPS * min(max(octaves, FEW), MANY)), d, n)
+    return _nearest(product, round(STEPS * min(max(octaves, FEW), MANY)), d, n, arch.name)
 
 
 @cache
-def _nearest(product: str, step: int, d: int, n: int) -> TileConfig:
+def _nearest(product: str, step: int, d: int, n: int, arch: str) -> TileConfig:
     """By ratios: of rows an expert, which are 2^(step / STEPS), of d and of n."""
 
     def distance(layer: tuple[float, int, int]) -> float:
@@ -135,15 +135,16 @@ def _nearest(product: str, step: int, d: int, n: int) -> TileConfig:
         ratios = (log2(of / this) for of, this in zip(widths, (max(d, 1), max(n, 1)), strict=True))
         return (log2(rows) - step / STEPS) ** 2 + sum(ratio**2 for ratio in ratios)
 
-    layers = MEASURED[product]
+    layers = MEASURED[arch][product]
     return replace(PLAIN[product], **layers[min(layers, key=distance)])
 
 
-def chosen_for_any(product: str, d: int, n: int) -> list[TileConfig]:
+def chosen_for_any(product: str, d: int, n: int, arch: Arch = HOPPER) -> list[TileConfig]:
     """Every tiles that `chosen` may give, whatever the number of rows."""
-    if TILES[product] is not PLAIN[product]:
-        return [TILES[product]]
-    return [*dict.fromkeys(_nearest(product, step, d, n) for step in range(STEPS * FEW, STEPS * MANY + 1))]
+    if arch.tiles[product] is not PLAIN[product]:
+        return [arch.tiles[product]]
+    steps = range(STEPS * FEW, STEPS * MANY + 1)
+    return [*dict.fromkeys(_nearest(product, step, d, n, arch.name) for step in steps)]
 
 
 # What checks force, one after the other: the table's choice, and each of those that it may make.

@@ -44,9 +44,8 @@ from blazeproto.lab.timeline import MACRO as TIMELINE
 from blazeproto.lab.timeline import Timeline, record, record_steps
 from blazeproto.lab.times import ROUNDS, Times, gpu_here, interleaved_ms
 from blazeproto.lab.verdict import Verdict
-from blazeproto.runtime import checks
+from blazeproto.runtime import arch, checks
 
-HOPPER = (9, 0)  # compute capability
 GPU_RUNS = 20
 DELAYS = "INJECT_DELAYS"  # ptx.cuh: a race shows as a wrong answer
 
@@ -123,7 +122,7 @@ class Workbench:
             raise TypeError(f"config: expected a TileConfig or None, got {type(config).__name__}")
         checks.one_of("device", device, ("auto", "cpu"))
         self.product, self.entry, self.seed, self.config = product, entry, seed, config
-        self.on_gpu = device == "auto" and _has_hopper()
+        self.on_gpu = device == "auto" and _runs_kernels()
         self.edited: EditedSources | None = None
         self.last_kernel: Kernel | None = None
 
@@ -314,11 +313,9 @@ class Workbench:
 
     def _needs_hopper(self, what: str) -> None:
         if not self.on_gpu:
-            got = f"one of {torch.cuda.get_device_capability()}" if torch.cuda.is_available() else "none"
-            got = "device='cpu'" if _has_hopper() else got
+            got = arch.missing(_capability()) or f"{arch.WANTED}; device='cpu' was asked for"
             raise RuntimeError(
-                f"{what}: expected a Hopper GPU (compute capability {HOPPER}), got {got}; check(), run(), kernel and "
-                "its sass, and diff() work without one"
+                f"{what}: expected a GPU of {got}; check(), run(), kernel and its sass, and diff() work without one"
             )
 
     @cached_property
@@ -385,8 +382,12 @@ class Workbench:
         return graph
 
 
-def _has_hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER
+def _capability() -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+def _runs_kernels() -> bool:
+    return arch.arch_of(_capability()) is not None
 
 
 def _read(case: Case, given: dict[str, Tensor]) -> dict[str, Tensor | None]:

@@ -134,9 +134,9 @@ def has_hopper() -> bool:
     """Whether there is a GPU that runs the products."""
     import torch
 
-    from blazeproto.autograd.backends import HOPPER_CAPABILITY
+    from blazeproto.runtime.arch import arch_of
 
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER_CAPABILITY
+    return torch.cuda.is_available() and arch_of(torch.cuda.get_device_capability()) is not None
 
 
 # --- Inputs and comparisons ----------------------------------------------------------------------------------------------

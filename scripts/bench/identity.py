@@ -74,7 +74,7 @@ def _cuda_identity(kernel: Kernel) -> str:
     defines = (option[2:].replace("=", " ", 1) for option in kernel.options if option.startswith("-D"))
     source = "\n".join([*(f"#define {define}" for define in defines), kernel.source])
     launch = (kernel.threads, kernel.start_registers, kernel.dynamic_smem)
-    return _digest([kernel.entry, str(launch), *compile.OPTIONS, *options, preprocessed(source)])
+    return _digest([kernel.entry, str(launch), *kernel.arch.options, *options, preprocessed(source)])
 
 
 # ------------------------------------------------------------------------------------------- Python: kernels, benchmarks
