@@ -340,9 +340,10 @@ def launched() -> Iterator[dict[str, Description]]:
 
 
 @cache
-def equal_kernels() -> dict[str, str]:
-    """By the identity of a kernel of earlier sources, that of today's which was shown to have the same PTX."""
-    found: dict[str, str] = json.loads((REPOSITORY / "results" / "equal_kernels.json").read_text())["kernels"]
+def equal_kernels() -> dict[str, dict[str, Any]]:
+    """kernels: by the identity of a kernel of earlier sources, that of today's which was shown to have the same code
+    (scripts.checks.equal_kernels).  descriptions: of those of today, by identity."""
+    found: dict[str, dict[str, Any]] = json.loads((REPOSITORY / "results" / "equal_kernels.json").read_text())
     return found
 
 
@@ -353,8 +354,9 @@ def is_current(name: str) -> bool:
 
 @cache
 def _is_made_here(name: str) -> bool:
+    today = equal_kernels()["kernels"].get(name, name)
     try:
-        return identity(made_again(KERNELS[name])) in (name, equal_kernels().get(name))
+        return identity(made_again(equal_kernels()["descriptions"].get(today, KERNELS[name]))) in (name, today)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("blazeproto"):
             return False

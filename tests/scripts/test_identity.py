@@ -25,6 +25,7 @@ from blazeproto.router import topk
 from blazeproto.runtime import driver, numba_kernel
 from blazeproto.runtime.numba_kernel import NumbaKernel
 from scripts.bench import common, identity, layer_tiles, module
+from scripts.checks import equal_kernels
 
 # ------------------------------------------------------------------------------------------------------- CUDA kernels
 
@@ -409,3 +410,20 @@ def test_the_protocol_moves_with_a_constant_and_with_what_a_peer_does(
     edit(peers / "sonic.py", "False, False", "False, True")
     assert identity.protocol_identity.__wrapped__(name) != before
     assert identity.protocol_identity("scripts.bench.module.gone") == ""
+
+
+def test_a_kernel_of_equal_code_is_todays_under_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file, its entry and its macros may be others; what it led to before leads on."""
+    kernel = gemm.kernel_for("up_forward")
+    name, described = identity.identity(kernel), identity.described(kernel)
+    old = {"a" * 16: {"code": "1"}, "b" * 16: {"code": "2"}, name: {"code": "3"}}
+    new = {name: {"code": "1", "described": described}}
+    table = equal_kernels.extended({"kernels": {"c" * 16: "a" * 16}, "descriptions": {}}, old, new)
+    assert table == {"kernels": {"a" * 16: name, "c" * 16: name}, "descriptions": {name: described}}
+    monkeypatch.setattr(identity, "equal_kernels", lambda: table)
+    for earlier in ("a" * 16, "b" * 16):
+        monkeypatch.setitem(
+            identity.KERNELS, earlier, {"file": "gone.cu", "entry": "gone", "defines": {}, "options": []}
+        )
+        identity._is_made_here.cache_clear()
+        assert identity.is_current(earlier) == (earlier in table["kernels"])
