@@ -20,16 +20,17 @@ from blazeproto.autograd import hopper_backend, torch_backend
 from blazeproto.autograd.operators import cast
 from blazeproto.autograd.records import new_quantized, new_rows, new_weights, rows_in, weights_in, width_of
 from blazeproto.dispatch.structures import Addresses, Dispatch
-from blazeproto.gemm import down_backward, fp8, quantize
+from blazeproto.gemm import down_backward, linear, quantize, up, weight_fp8
 from blazeproto.gemm.combine import column_slices, in_slices
 from blazeproto.gemm.combine import launch as launch_combine
-from blazeproto.gemm.quantize import OnStream, Quantized
+from blazeproto.gemm.e4m3 import Quantized, from_e4m3, in_e4m3, to_e4m3
+from blazeproto.gemm.quantize import OnStream
 from blazeproto.gemm.recipe import FP8, Operand
 from blazeproto.runtime.arrays import current_stream
 
 
 class Hopper:
-    """By the kernels of `blazeproto.gemm.fp8`."""
+    """By the products' kernels of quantized operands."""
 
     READS_ACT = False
     build_dispatch = staticmethod(hopper_backend.build_dispatch)
@@ -67,8 +68,8 @@ class Hopper:
         width = up_proj.values.shape[1]
         h = new_rows(x, rows.num_rows, width) if h is None else h
         act = new_rows(x, rows.num_rows, width // 2)
-        places = {"h": rows_in(h, width), "act": rows_in(act, width // 2)}
-        fp8.launch_up(self._tokens(x, rows), up_proj, rows, activation=activation, **places)
+        places: dict[str, Any] = {"h": rows_in(h, width), "act": rows_in(act, width // 2)}
+        up.launch(self._tokens(x, rows), up_proj, rows, activation=activation, **places)
         return h, act
 
     def down_forward(
@@ -84,6 +85,7 @@ class Hopper:
     ) -> None:
         # Half of what bf16 has, so that Y leaves room for the weights' copies.
         self._rows_and_sums(
+            "down_forward",
             rows_in(act, down_proj.values.shape[2]),
             down_proj,
             rows,
@@ -110,7 +112,7 @@ class Hopper:
         scores, d_expert, num_rows = hopper_backend.ready(scores), down_proj.values.shape[1], rows.num_rows
         dh = h if overwrite_h else torch.empty_like(h)
         a_scaled, d_scores = new_rows(h, num_rows, d_expert), torch.empty_like(scores)
-        fp8.launch_down_backward(
+        down_backward.launch(
             self._tokens(d_out, rows),
             down_proj,
             rows_in(h, 2 * d_expert),
@@ -120,7 +122,7 @@ class Hopper:
             dh=rows_in(dh, 2 * d_expert),
             a_scaled=rows_in(a_scaled, d_expert),
             d_scores=d_scores,
-            workspace=scores.new_empty(down_backward.score_partials(d_expert, fp8.TILES), num_rows),
+            workspace=scores.new_empty(down_backward.score_partials(d_expert), num_rows),
         )
         return dh, d_scores, a_scaled
 
@@ -135,7 +137,8 @@ class Hopper:
         **how: Any,
     ) -> Tensor:
         dx = torch.empty_like(x) if dx is None else dx
-        self._rows_and_sums(rows_in(dh, up_proj.values.shape[2]), up_proj, rows, 2 * up_proj.values.nbytes, dx, None)
+        h = rows_in(dh, up_proj.values.shape[2])
+        self._rows_and_sums("up_backward_act", h, up_proj, rows, 2 * up_proj.values.nbytes, dx, None)
         return dx
 
     def weight_gradient(
@@ -155,6 +158,7 @@ class Hopper:
         width, d_model = width_of(ordered), left.shape[1]
         f32, accumulate = like.dtype == torch.float32 or accumulator is not None, accumulator is not None
         dw = torch.empty_like(like, dtype=torch.float32 if f32 else left.dtype) if accumulator is None else accumulator
+        name = "up_backward_weight" if transposed else "down_backward_weight"
         before = left.new_empty(rows.num_experts + 1, dtype=torch.int32)
         quantize.launch_block_offsets(rows, before)
         turned = self._turned(rows_in(ordered, width), range(width), rows, before, gather=False)
@@ -164,7 +168,7 @@ class Hopper:
             operands, first = (
                 ((turned, part), (0, columns.start)) if transposed else ((part, turned), (columns.start, 0))
             )
-            fp8.launch_weight(*operands, rows, before, dw=dw, first=first, f32=f32, accumulate=accumulate)
+            weight_fp8.launch(name, *operands, rows, before, dw=dw, first=first, f32=f32, accumulate=accumulate)
             del part, operands  # before the next one is allocated
         return dw if accumulate else cast(dw, like.dtype)
 
@@ -180,12 +184,20 @@ class Hopper:
         return made
 
     def _rows_and_sums(
-        self, a: Quantized, weights: Quantized, rows: Addresses, gradient_bytes: int, out: Tensor, scores: Tensor | None
+        self,
+        name: str,
+        a: Quantized,
+        weights: Quantized,
+        rows: Addresses,
+        nbytes: int,
+        out: Tensor,
+        scores: Tensor | None,
     ) -> None:
-        """The sums over a token's rows of a W^T, some columns at a time, as `hopper_backend` has them."""
-        for columns in column_slices(rows.num_rows, out.shape[1], gradient_bytes):
+        """The sums over a token's rows of a W^T, some columns at a time, as `hopper_backend` has them. name: of the product.
+        nbytes: of the weight's gradient."""
+        for columns in column_slices(rows.num_rows, out.shape[1], nbytes):
             made = out.new_empty(rows.num_rows, len(columns))
-            fp8.launch_linear(a, weights, rows, columns=columns, out=made)
+            linear.launch(a, weights, rows, columns=columns, out=made, name=name)
             launch_combine(made, rows, scores=scores, columns=columns, out=out)
             del made  # before the next one is allocated
 
@@ -218,21 +230,19 @@ class Plain:
             place.copy_(Plain.keep(weight, dtype)[1:])
         if kept is None:
             return _rounded(cast(weight, dtype), FP8.weights)
-        return quantize.from_e4m3(torch, weights_in(kept[0], *weight.shape[1:]), "128x128").to(dtype)
+        return from_e4m3(torch, weights_in(kept[0], *weight.shape[1:]), "128x128").to(dtype)
 
     @staticmethod
     def backward_weight(weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None) -> Tensor:
         """As forward has it, of which torch's products give the same bits: transposing changes no number."""
         if kept is None:
             return Plain.forward_weight(weight, dtype, rows, None)
-        return (
-            quantize.from_e4m3(torch, weights_in(kept[-1], *weight.shape[:0:-1]), "128x128").to(dtype).mT.contiguous()
-        )
+        return from_e4m3(torch, weights_in(kept[-1], *weight.shape[:0:-1]), "128x128").to(dtype).mT.contiguous()
 
     @staticmethod
     def keep(weight: Tensor, dtype: torch.dtype) -> Tensor:
         """As that of `Hopper`."""
-        made, record = quantize.to_e4m3(torch, cast(weight, dtype), "128x128"), new_weights(weight, weight.shape, 2)
+        made, record = to_e4m3(torch, cast(weight, dtype), "128x128"), new_weights(weight, weight.shape, 2)
         for values, scales, to in (
             (*made, weights_in(record[0], *weight.shape[1:])),
             (made.values.mT, made.scales.mT, weights_in(record[1], *weight.shape[:0:-1])),
@@ -297,16 +307,15 @@ class Plain:
 
 
 def _rounded(values: Tensor, operand: Operand) -> Tensor:
-    made = quantize.to_e4m3(torch, values, operand.scale)
-    return quantize.from_e4m3(torch, made, operand.scale).to(values.dtype)  # type: ignore[no-any-return]
+    return in_e4m3(torch, values, operand.scale).to(values.dtype)  # type: ignore[no-any-return]
 
 
 def _to_record(rows: Tensor, place: Tensor | None = None) -> Tensor:
     record = new_rows(rows, *rows.shape) if place is None else place
-    made, to = quantize.to_e4m3(torch, rows, "1x128"), rows_in(record, rows.shape[1])
+    made, to = to_e4m3(torch, rows, "1x128"), rows_in(record, rows.shape[1])
     to.values.copy_(made.values), to.scales.copy_(made.scales)
     return record
 
 
 def _from_record(record: Tensor, dtype: torch.dtype) -> Tensor:
-    return quantize.from_e4m3(torch, rows_in(record, width_of(record)), "1x128").to(dtype)
+    return from_e4m3(torch, rows_in(record, width_of(record)), "1x128").to(dtype)

@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from blazeproto.gemm.quantize import BLOCK, Quantized, blocks, scales_shape
+from blazeproto.gemm.e4m3 import BLOCK, Quantized, blocks, scales_shape
 from blazeproto.gemm.tiles import ALIGNMENT
 
 
@@ -29,7 +29,7 @@ def weight_bytes(m: int, k: int) -> int:
 
 
 def new_quantized(like: Tensor, scale: str, *shape: int) -> Quantized:
-    """Uninitialised values of this shape, no record, and their scales.  scale: what shares one (`quantize.scales_shape`)."""
+    """Uninitialised values of this shape, no record, and their scales.  scale: what shares one (`e4m3.scales_shape`)."""
     return Quantized(
         like.new_empty(shape, dtype=torch.float8_e4m3fn),
         like.new_empty(scales_shape(scale, shape), dtype=torch.float32),

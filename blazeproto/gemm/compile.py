@@ -36,6 +36,7 @@ from weakref import WeakSet
 from blazeproto.gemm import nvrtc
 from blazeproto.gemm.cubin import start_with
 from blazeproto.gemm.nvrtc import Binary, CompileError
+from blazeproto.gemm.tiles import BF16, E4M3, Element
 from blazeproto.runtime import cache, driver
 from blazeproto.runtime.arch import HOPPER, Arch
 from blazeproto.runtime.arrays import current_device
@@ -186,6 +187,11 @@ class Kernel(Shown):
                 f"{command[0]}: expected one for code of NVRTC {release}, got {done.stderr.strip()}: {mend}"
             )
         return done.stdout
+
+    @property
+    def element(self) -> Element:
+        """The type of the operands that it multiplies."""
+        return E4M3 if self.defines.get("FP8") else BF16
 
     @property
     def cluster(self) -> int:

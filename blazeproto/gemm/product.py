@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.specification import Specification
-from blazeproto.gemm.tiles import BF16, BK, DEVICE_CONSTANTS, WARPGROUP, Element, TileConfig
+from blazeproto.gemm.tiles import BF16, BK, DEVICE_CONSTANTS, E4M3, QUANTIZED, WARPGROUP, Element, TileConfig
 from blazeproto.runtime.arch import HOPPER, Arch
 from blazeproto.runtime.arrays import ITEM_BYTES
 
@@ -43,7 +43,7 @@ class Variant(NamedTuple):
     bias: added.  activation: a name of `blazeproto.activations`.  rank: of low-rank factors, a multiple of 8, or 0.
     fused: a token's experts are summed in the product.  f32: into fp32.  scores: rows are weighed.
     dense_transposed, out_transposed: how a block-sparse product's dense operand and its output lie.
-    inputs, outputs: what the operands are made of, and what is stored.
+    element: the type of the operands that may be quantized.  arch: the architecture.
     """
 
     gather: bool = False
@@ -56,13 +56,13 @@ class Variant(NamedTuple):
     scores: bool = False
     dense_transposed: bool = False
     out_transposed: bool = False
-    inputs: Element = BF16
-    outputs: Element = BF16
+    element: Element = BF16
+    arch: Arch = HOPPER
 
     @property
     def low_rank(self) -> int:
         """LOW_RANK of a kernel: the wgmma in the last of the stages that the factors take; in full stages all."""
-        return min(-(-self.rank // self.inputs.k), BK // self.inputs.k)
+        return min(-(-self.rank // self.element.k), BK // self.element.k)
 
 
 class Build(NamedTuple):
@@ -160,7 +160,7 @@ class Product:
     in_layer: ``in_layer(sizes, up, down)``: with which sizes, tiles and variants a layer calls it, whatever its number of tokens,
     whose up and down projections are such variants; None: no layer calls it.
     tiles: those that a call of these sizes takes.  variant: its own, but for what a caller asks for.
-    options: the fields of `Variant` that a caller may ask for.
+    options: the fields of `Variant` that a caller may ask for; of quantized operands the activation alone.
     phases: "forward", "backward": where every layer has it, in the order of the registry.
     fixed_order: whether every run gives the same bits.
     """
@@ -177,6 +177,11 @@ class Product:
     options: tuple[str, ...] = ()
     phases: tuple[str, ...] = ()
     fixed_order: bool = True
+
+    @property
+    def elements(self) -> tuple[Element, ...]:
+        """The types of operands that it takes."""
+        return (BF16, E4M3) if self.spec.quantized else (BF16,)
 
     def for_layer(self, sizes: Sizes, up: Variant, down: Variant) -> list[Kernel]:
         """The kernels that a layer of these ``sizes`` launches, with the sources that are `edited`.  up, down: variants of its
@@ -260,3 +265,20 @@ def tiled_kernel(
     threads, start_registers = (4 * WARPGROUP, 128) if epilogue_warpgroups else (3 * WARPGROUP, None)
     options = tuple(f"-D{macro}" for macro in build.debug)
     return Kernel(file, entry, macros, arch.smem_limit, threads, start_registers, options, build.sources, arch)
+
+
+def quantized_kernel(
+    file: str,
+    entry: str,
+    config: TileConfig | None,
+    build: Build,
+    macros: Mapping[str, int | str],
+    *,
+    gather: bool = True,
+    arch: Arch = HOPPER,
+) -> Kernel:
+    """`tiled_kernel` of quantized operands. gather: whether it takes tokens, and quantizes the rows that it makes; else it takes
+    operands in blocks."""
+    options = {"B_MN": 0, "HAS_BIAS": 0, "FP8": 1, "GATHER": gather, "BLOCK_SCALES": not gather, "PAIRED_ROWS": gather}
+    of, every_macro = config or QUANTIZED, {**options, **macros}
+    return tiled_kernel(file, entry, of, build, tails=gather, widths=(256,), arch=arch, **every_macro)  # type: ignore[arg-type]

@@ -15,15 +15,30 @@ from blazeproto.runtime.shown import Shown
 
 @dataclass(frozen=True, eq=False)  # one object a type, so that a launch looks its plan up quickly
 class Element:
-    """A type of numbers: bytes, CUtensorMapDataType, its name in PTX, and how many steps of a reduction one wgmma takes of it."""
+    """A type of the numbers that products multiply.
 
-    bytes: int
+    name: in PTX too.  bits: of a number.  packing: numbers that are moved as one.  tma: the CUtensorMapDataType of what is moved.
+    k: steps of a reduction that one wgmma takes.
+    dtypes: of the arrays that hold it.  scales: what may share a scale (e4m3.py); () for numbers without.
+    """
+
+    name: str
+    bits: int
+    packing: int
     tma: int
-    ptx: str
     k: int
+    dtypes: tuple[str, ...]
+    scales: tuple[str, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """What is moved as one."""
+        return self.bits * self.packing // 8
 
 
-BF16 = Element(2, 9, "bf16", 16)
+BF16 = Element("bf16", 16, 1, 9, 16, ("bfloat16",))
+E4M3 = Element("e4m3", 8, 2, 9, 32, ("float8_e4m3fn", "uint8"), ("token", "1x128", "128x128"))
+ELEMENTS = {element.name: element for element in (BF16, E4M3)}
 ALIGNMENT = 16  # bytes: what TMA and a thread's loads move at least
 CHUNK = ALIGNMENT // BF16.bytes  # numbers in that many bytes
 WARPGROUP = 128  # threads
@@ -91,6 +106,7 @@ PLAIN = {
     "down_backward_weight": TileConfig(cluster=2),
     "up_backward_weight": TileConfig(cluster=2),
 }
+QUANTIZED = TileConfig(deferred=False)  # of quantized operands, whose sums leave no registers for what is deferred
 TILES = HOPPER.tiles
 TILES.update(PLAIN)
 """Launches look here each time: a changed entry holds from the next call on, for layers of any sizes."""
@@ -101,8 +117,10 @@ NARROW = {"down_forward": 192, "up_backward_act": 192}
 WORTH_NARROWING = 1 / 32  # of all columns that tiles cover
 
 
-def tiles_for(product: str, columns: int, arch: Arch = HOPPER) -> TileConfig:
+def tiles_for(product: str, columns: int, element: Element = BF16, arch: Arch = HOPPER) -> TileConfig:
     """Tiles for so many columns of the output."""
+    if element.scales:
+        return QUANTIZED
     wide: TileConfig = arch.tiles[product]
     narrow = replace(wide, tile_n=NARROW.get(product, wide.tile_n))
     covered, by_narrow = (-(-columns // config.tile_n) * config.tile_n for config in (wide, narrow))
@@ -118,8 +136,12 @@ STEPS = 4  # an octave of an expert's rows has, in the table's eyes
 FEW, MANY = -8, 20  # octaves of rows: with fewer the table is read as with 2^FEW, with more as with 2^MANY
 
 
-def chosen(product: str, num_rows: int, num_experts: int, d: int, n: int, arch: Arch = HOPPER) -> TileConfig:
+def chosen(
+    product: str, num_rows: int, num_experts: int, d: int, n: int, element: Element = BF16, arch: Arch = HOPPER
+) -> TileConfig:
     """The tiles of up_forward or down_backward_act: those of the nearest measured layer, or what was put into ``arch.tiles``."""
+    if element.scales:
+        return QUANTIZED
     config, octaves = arch.tiles[product], log2(max(num_rows, 1) / num_experts)
     if config is not PLAIN[product]:
         return config
@@ -139,10 +161,10 @@ def _nearest(product: str, step: int, d: int, n: int, arch: str) -> TileConfig:
     return replace(PLAIN[product], **layers[min(layers, key=distance)])
 
 
-def chosen_for_any(product: str, d: int, n: int, arch: Arch = HOPPER) -> list[TileConfig]:
+def chosen_for_any(product: str, d: int, n: int, element: Element = BF16, arch: Arch = HOPPER) -> list[TileConfig]:
     """Every tiles that `chosen` may give, whatever the number of rows."""
-    if arch.tiles[product] is not PLAIN[product]:
-        return [arch.tiles[product]]
+    if element.scales or arch.tiles[product] is not PLAIN[product]:
+        return [QUANTIZED if element.scales else arch.tiles[product]]
     steps = range(STEPS * FEW, STEPS * MANY + 1)
     return [*dict.fromkeys(_nearest(product, step, d, n, arch.name) for step in steps)]
 
@@ -194,3 +216,4 @@ CANDIDATES = {
     "down_backward_weight": _WEIGHTS,
     "up_backward_weight": _WEIGHTS,
 }
+QUANTIZED_CANDIDATES = (QUANTIZED,)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from blazeproto.gemm import PRODUCTS
-from blazeproto.gemm.quantize import scales_shape
+from blazeproto.gemm.e4m3 import scales_shape
 from blazeproto.gemm.recipe import FP8
 from blazeproto.lab.steps import Step, Traffic
 

@@ -18,12 +18,12 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13"
 
 from blazeproto import gemm
 from blazeproto.activations import ACTIVATIONS
-from blazeproto.gemm import fp8, nvrtc, tiles
+from blazeproto.gemm import nvrtc, tiles, weight_fp8
 from blazeproto.gemm.combine import slice_widths
 from blazeproto.gemm.compile import CompileError, Kernel, compile_in_subprocess, compile_many
 from blazeproto.gemm.launch import MAP_BYTES, Params
 from blazeproto.gemm.product import PACKAGE, TRANSPOSED, Sizes, Variant, variants
-from blazeproto.gemm.rows import FP8_ROWS_PARAMS, ROWS_PARAMS
+from blazeproto.gemm.rows import QUANTIZED_ROWS_PARAMS, ROWS_PARAMS
 from blazeproto.gemm.tiles import (
     CHOSEN,
     FORCED,
@@ -351,8 +351,8 @@ def layout_check(params: Params) -> str:
 STRUCTS = {
     "rows": (ROWS_PARAMS, gemm.kernel_for("up_forward")),
     "weights": (WEIGHT_PARAMS, gemm.kernel_for("up_backward_weight")),
-    "rows of fp8": (FP8_ROWS_PARAMS, fp8.linear_kernel()),
-    "weights of fp8": (fp8.WEIGHT_PARAMS, fp8.weight_kernel()),
+    "rows of fp8": (QUANTIZED_ROWS_PARAMS, gemm.kernel_for("down_forward", precision="fp8")),
+    "weights of fp8": (weight_fp8.PARAMS, weight_fp8.kernel()),
 }
 
 

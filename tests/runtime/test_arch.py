@@ -47,7 +47,10 @@ def test_tiles_are_an_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gemm.TILES is HOPPER.tiles and {*MEASURED} == {*ARCHES}
     other = replace(HOPPER, name="other", tiles=dict(HOPPER.tiles))
     monkeypatch.setitem(MEASURED, "other", {"up_forward": {(1.0, 64, 64): {"cluster": 2}}})
-    assert tiles.chosen("up_forward", 8, 8, 64, 64, other).cluster == 2
+    assert tiles.chosen("up_forward", 8, 8, 64, 64, arch=other).cluster == 2
     assert tiles.chosen("up_forward", 8, 8, 64, 64).cluster == 1
     other.tiles["down_forward"] = gemm.TileConfig(stages=2)
-    assert tiles.tiles_for("down_forward", 256, other).stages == 2 and tiles.tiles_for("down_forward", 256).stages == 4
+    assert (
+        tiles.tiles_for("down_forward", 256, arch=other).stages == 2
+        and tiles.tiles_for("down_forward", 256).stages == 4
+    )

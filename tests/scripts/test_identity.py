@@ -17,9 +17,10 @@ import pytest
 
 from blazeproto import gemm
 from blazeproto.dispatch import limit, tiled
-from blazeproto.gemm import Sizes, compile, fp8
+from blazeproto.gemm import Sizes, compile
 from blazeproto.gemm.compile import CUDA_SOURCES, Kernel
 from blazeproto.gemm.product import PACKAGE, Variant
+from blazeproto.gemm.registry import quantized_kernels
 from blazeproto.gemm.tiles import TILES, TileConfig
 from blazeproto.router import topk
 from blazeproto.runtime import driver, numba_kernel
@@ -343,7 +344,7 @@ def test_tiles_may_be_those_of_another_number_of_rows() -> None:
     described = identity.described(gemm.PRODUCTS["up_forward"].kernel(many, Variant(), PACKAGE))
     assert layer_tiles.other_tiles(described, common.cfg_of(sizes))
     assert not layer_tiles.other_tiles(described, common.cfg_of(sizes), [1000, 8192])
-    assert not any(layer_tiles.other_tiles(identity.described(of), common.cfg_of(sizes)) for of in fp8.kernels())
+    assert not any(layer_tiles.other_tiles(identity.described(of), common.cfg_of(sizes)) for of in quantized_kernels())
 
 
 def test_what_is_left_of_a_kernel_whose_source_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
