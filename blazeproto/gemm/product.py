@@ -15,7 +15,10 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from blazeproto.gemm.arguments import Array
 from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.e4m3 import scales_shape
+from blazeproto.gemm.recipe import RECIPES, name_of
 from blazeproto.gemm.specification import Specification
 from blazeproto.gemm.tiles import BF16, BK, DEVICE_CONSTANTS, E4M3, QUANTIZED, WARPGROUP, Element, TileConfig
 from blazeproto.runtime.arch import HOPPER, Arch
@@ -183,6 +186,13 @@ class Product:
         """The types of operands that it takes."""
         return (BF16, E4M3) if self.spec.quantized else (BF16,)
 
+    def element_of(self, precision: Any) -> Element:
+        """The type of operands for a ``precision``. ValueError for one that the product, or nothing, runs in."""
+        element = RECIPES[name_of(precision)].element
+        if element not in self.elements:
+            raise ValueError(f"precision: expected 'bf16' for {self.name}, got {precision!r}")
+        return element
+
     def for_layer(self, sizes: Sizes, up: Variant, down: Variant) -> list[Kernel]:
         """The kernels that a layer of these ``sizes`` launches, with the sources that are `edited`.  up, down: variants of its
         projections."""
@@ -201,16 +211,29 @@ class Product:
         matrices = [shape[1:] for _, shape in self._counted() if len(shape) == 3]
         return sum(2.0 * sizes.rows * prod(sizes.letters[letter] for letter in matrix) for matrix in matrices)
 
-    def least_bytes(self, sizes: Sizes) -> float:
-        """With these ``sizes``: every input read once and every output written once, without those that are optional."""
-        arrays = sum(itemsize * prod(sizes.letters[letter] for letter in shape) for itemsize, shape in self._counted())
-        return arrays + PAIR_BYTES * sizes.rows * len(self.spec.by_pair)
+    def least_bytes(self, sizes: Sizes, element: Element = BF16) -> float:
+        """With these ``sizes``: every input read once and every output written once, without those that are optional.
+        element: of the operands; quantized ones have scales."""
+        total = PAIR_BYTES * sizes.rows * len(self.spec.by_pair)
+        for array, letters in self._counted():
+            shape = tuple(sizes.letters[letter] for letter in letters)
+            if array.scale and element.scales:
+                total += element.bits // 8 * prod(shape) + ITEM_BYTES["float32"] * prod(
+                    scales_shape(array.scale, shape)
+                )
+            else:
+                total += ITEM_BYTES[array.dtype] * prod(shape)
+        return float(total)
 
-    def _counted(self) -> Iterator[tuple[int, list[str]]]:
-        """Bytes of an element, and letters, of the arrays that count."""
+    def tiles_of(self, sizes: Sizes, element: Element = BF16) -> TileConfig | None:
+        """The tiles that a call of these sizes takes, None where it is not made of tiles."""
+        return QUANTIZED if element.scales else self.tiles(sizes) if self.tiles else None
+
+    def _counted(self) -> Iterator[tuple[Array, list[str]]]:
+        """The arrays that count, and the letters of their shapes."""
         for array in (*self.spec.inputs, *self.spec.outputs):
             if array.counts:
-                yield ITEM_BYTES[array.dtype], array.shape.split()
+                yield array, array.shape.split()
 
 
 @cache

@@ -67,7 +67,8 @@ FP8 = RECIPES["fp8"]
 def name_of(precision: Any) -> str:
     """The name of a recipe; of a name, itself. ValueError for what can't run: the argument or its field, what was expected, what
     came."""
-    names = [name for name, recipe in RECIPES.items() if precision in (name, recipe)]
+    is_one = isinstance(precision, str | Recipe)  # an array is equal to none
+    names = [name for name, recipe in RECIPES.items() if is_one and precision in (name, recipe)]
     if names:
         return names[0]
     if type(precision) is not Recipe:

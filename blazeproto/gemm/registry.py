@@ -76,9 +76,7 @@ def kernel_for(
     checks.one_of("product", name, tuple(kernels))
     if low_rank:
         variant["rank"] = low_rank * BF16.k
-    entry, element = products[name], RECIPES[name_of(precision)].element
-    if element not in entry.elements:
-        raise ValueError(f"precision: expected 'bf16' for {name}, got {precision!r}")
+    entry, element = products[name], products[name].element_of(precision)
     options = [each for each in entry.options if not element.scales or each in ("activation", "f32")]
     if unknown := variant.keys() - {*options}:
         raise TypeError(f"{name}: expected of {', '.join(options)}, got {', '.join(sorted(unknown))}")

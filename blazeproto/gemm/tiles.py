@@ -20,6 +20,7 @@ class Element:
     name: in PTX too.  bits: of a number.  packing: numbers that are moved as one.  tma: the CUtensorMapDataType of what is moved.
     k: steps of a reduction that one wgmma takes.
     dtypes: of the arrays that hold it.  scales: what may share a scale (e4m3.py); () for numbers without.
+    rate: of operations, over bf16's.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Element:
     k: int
     dtypes: tuple[str, ...]
     scales: tuple[str, ...] = ()
+    rate: float = 1.0
 
     @property
     def bytes(self) -> int:
@@ -37,7 +39,7 @@ class Element:
 
 
 BF16 = Element("bf16", 16, 1, 9, 16, ("bfloat16",))
-E4M3 = Element("e4m3", 8, 2, 9, 32, ("float8_e4m3fn", "uint8"), ("token", "1x128", "128x128"))
+E4M3 = Element("e4m3", 8, 2, 9, 32, ("float8_e4m3fn", "uint8"), ("token", "1x128", "128x128"), 2.0)
 ELEMENTS = {element.name: element for element in (BF16, E4M3)}
 ALIGNMENT = 16  # bytes: what TMA and a thread's loads move at least
 CHUNK = ALIGNMENT // BF16.bytes  # numbers in that many bytes
