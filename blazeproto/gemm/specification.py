@@ -43,7 +43,7 @@ class Specification:
     formula: ``formula(m, **arrays and options of the call)``, m a `blazeproto.gemm.formulas.Namespace`: the outputs, or the one
     output; what is added, where an output is added to.
     settle: ``settle(given, call, outputs)`` gives the outputs that are left to check, where ``columns`` changes them.
-    workspace: lengths of the fp32 workspace, by letters, "quantized" among them, and tiles; () for none.
+    workspace: lengths of the fp32 workspace, by letters and tiles; () for none, as where "quantized" is among them.
     by_pair: what else of four bytes a pair a call reads that is bound by memory: lists of a dispatch, what is added to.
     quantized: whether the arrays that `blazeproto.gemm.recipe.FP8` names may be `Quantized`, all of them or none.
     """

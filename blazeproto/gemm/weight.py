@@ -79,7 +79,7 @@ def up_formula(m: Any, dh: Any, x: Any, *, gather: bool = True) -> Any:
 
 def _workspace(name: str, shape: str, letters: Mapping[str, int], config: TileConfig | None) -> tuple[int, ...]:
     """A specification's, of a gradient of this shape."""
-    if letters["quantized"]:
+    if letters.get("quantized"):
         return ()
     where, dw = (letters["R"], letters["E"], current_device()), tuple(letters[letter] for letter in shape.split())
     elements = workspace_elements(name, where, dw, config)

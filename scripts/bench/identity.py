@@ -251,7 +251,7 @@ def _numba_identity(kernel: NumbaKernel) -> str:
 TIMED_BY = ("scripts.", "blazeproto.lab.times")  # where what times a figure stands
 # The router's floor is blazeproto.cost's, to the digit; the exchange's had a checkout's path in it. A row has its sizes under
 # other names. A models' row borrows no figure of another run, and one more program can be measured. The language model's trainer
-# compares checksums and refuses options that do nothing.
+# compares checksums and refuses options that do nothing. The launches of quantized operands have other names.
 AS_BEFORE = {
     "0934be240837f86d": "338d3e0ffcef8934",  # scripts.bench.router.measure
     "6bb3e78b8fa01ba1": "f08de043680d90fa",  # scripts.bench.distributed.weak_scaling
@@ -264,6 +264,8 @@ AS_BEFORE = {
     "0527f1e7f8bda857": "a8eb3a856db8d5a0",  # scripts.bench.models.layers.quack
     "315abaa9ea29451c": "aa1d4b51604029e0",  # scripts.bench.models.layers.skew
     "12525638eb3c72ef": "7ef367d94c1926ef",  # scripts.bench.models.megablocks.micro_batch
+    "478a7e76c2858201": "9393fb2abe65eb3e",  # scripts.bench.fp8.check
+    "7657ad5e66b167d4": "91ed832b4a7ebcdc",  # scripts.bench.fp8.products
 }
 """By the identity of an earlier form of a benchmark, that of today's, which times the same and computes the same from it."""
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -73,9 +73,9 @@ def side_here(descriptions: list[identity.Description], kept: Path) -> Side:
     with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(os.cpu_count()) as pool:
         os.environ["BLAZEPROTO_CACHE"] = cache
         lacking = [name for name in kernels if names[name] not in codes]
-        made = pool.map(code_of, (kernels[name] for name in lacking))
-        codes |= {names[name]: code for name, code in zip(lacking, made, strict=True)}
-    kept.write_text(json.dumps(codes))
+        for name, code in zip(lacking, pool.map(code_of, (kernels[name] for name in lacking)), strict=True):
+            codes[names[name]] = code
+            kept.write_text(json.dumps(codes))  # so that a run that is cut short goes on
     made_here = {name: codes[names[name]] for name in kernels if codes[names[name]]}
     return {name: {"described": identity.described(kernels[name]), "code": code} for name, code in made_here.items()}
 
