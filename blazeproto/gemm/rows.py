@@ -144,12 +144,12 @@ def element_of(operand: Any) -> Element:
 
 def address(operand: Any) -> int:
     """Where an operand's numbers lie."""
-    return int((operand.values if isinstance(operand, Quantized) else operand).data_ptr())
+    return (operand.values if isinstance(operand, Quantized) else operand).data_ptr()  # type: ignore[no-any-return]
 
 
 def shape_of(operand: Any) -> tuple[int, ...]:
     """The shape of an operand's numbers."""
-    return tuple((operand.values if isinstance(operand, Quantized) else operand).shape)
+    return (operand.values if isinstance(operand, Quantized) else operand).shape  # type: ignore[no-any-return]
 
 
 def scales(*operands: Any, first: int = 0) -> tuple[int, ...]:

@@ -454,7 +454,7 @@ EXERCISES = {
             "swiglu_backward",
             "CUDA, in down_backward.cu's epilogue: add one hidden unit's share to d_score[h] and return {d_gate, d_up, a}, from "
             "d_a, score[h], value = f(gate), slope = f'(gate), up and up_slope.",
-            file="down_backward.cu",
+            file="down_backward.cuh",
             first="        const float act = value * up, d_a_scaled",
             last="score[h] * act};\n",
             product="down_backward_act",

@@ -92,14 +92,16 @@ def described_in_results() -> list[identity.Description]:
 
 def extended(table: dict[str, Any], old: Side, new: Side) -> dict[str, Any]:
     """The table with the identities of old kernels whose code a new one has; what it led to before leads there too."""
-    by_code: dict[str, str] = {}
+    by_code: dict[str, list[str]] = {}
     for name, kernel in new.items():
-        by_code.setdefault(kernel["code"], name)
-    equal = {
-        name: by_code[kernel["code"]] for name, kernel in old.items() if name not in new and kernel["code"] in by_code
-    }
+        by_code.setdefault(kernel["code"], []).append(name)
+    equal, described = dict[str, str](), dict[str, Any]()
+    for name, kernel in old.items():
+        if name not in new and (found := by_code.get(kernel["code"])):
+            alike = [each for each in found if new[each]["described"] == kernel["described"]]
+            equal[name] = today = (alike or found)[0]
+            described |= {} if alike else {today: new[today]["described"]}
     kernels = {name: equal.get(today, today) for name, today in table["kernels"].items()} | equal
-    described = {name: new[name]["described"] for name in equal.values()}
     described |= {name: each for name, each in table["descriptions"].items() if name in kernels.values()}
     return table | {"kernels": dict(sorted(kernels.items())), "descriptions": dict(sorted(described.items()))}
 

@@ -417,14 +417,14 @@ def test_a_kernel_of_equal_code_is_todays_under_any_name(monkeypatch: pytest.Mon
     """Its file, its entry and its macros may be others; what it led to before leads on."""
     kernel = gemm.kernel_for("up_forward")
     name, described = identity.identity(kernel), identity.described(kernel)
+    gone: dict[str, Any] = {"file": "gone.cu", "entry": "gone", "defines": {}, "options": []}
     old = {"a" * 16: {"code": "1"}, "b" * 16: {"code": "2"}, name: {"code": "3"}}
+    old = {key: each | {"described": gone} for key, each in old.items()}
     new = {name: {"code": "1", "described": described}}
     table = equal_kernels.extended({"kernels": {"c" * 16: "a" * 16}, "descriptions": {}}, old, new)
     assert table == {"kernels": {"a" * 16: name, "c" * 16: name}, "descriptions": {name: described}}
     monkeypatch.setattr(identity, "equal_kernels", lambda: table)
     for earlier in ("a" * 16, "b" * 16):
-        monkeypatch.setitem(
-            identity.KERNELS, earlier, {"file": "gone.cu", "entry": "gone", "defines": {}, "options": []}
-        )
+        monkeypatch.setitem(identity.KERNELS, earlier, gone)
         identity._is_made_here.cache_clear()
         assert identity.is_current(earlier) == (earlier in table["kernels"])
