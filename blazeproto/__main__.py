@@ -142,35 +142,49 @@ def run_bench(given: argparse.Namespace) -> int:
 def run_kernels(given: argparse.Namespace) -> int:
     from blazeproto import gemm
     from blazeproto.gemm.compile import compile_many
+    from blazeproto.gemm.registry import kernels_by_use
     from blazeproto.gemm.tiles import DEVICE_CONSTANTS
     from blazeproto.lab.resources import resources
     from blazeproto.lab.tables import Table, View, in_bytes
     from blazeproto.runtime import cache, checks
 
-    wanted: list[Kernel] = gemm.all_kernels()
+    uses = kernels_by_use()
     if given.products is not None:
         for name in given.products:
             checks.one_of("--products", name, tuple(gemm.PRODUCTS))
-        wanted = list(dict.fromkeys(kernel for name in given.products for kernel in gemm.PRODUCTS[name].kernels()))
+        uses = {kernel: name for name in reversed(given.products) for kernel in gemm.PRODUCTS[name].kernels()}
+    wanted = list(uses)
     with waiting(f"compiling {len(wanted)} kernels"), ThreadPoolExecutor() as pool:  # each waits for a disassembler
         found = list(pool.map(resources, compile_many(wanted)))
+
+    def named(kernel: Kernel) -> dict[str, str]:
+        return {"product": uses[kernel], "element": kernel.element.name, "arch": kernel.arch.name}
+
     if given.json:
         listed = [
-            {"entry": kernel.entry, "file": kernel.file, "macros": dict(kernel.defines), **asdict(has)}
+            {**named(kernel), "entry": kernel.entry, "file": kernel.file, "macros": dict(kernel.defines), **asdict(has)}
             for kernel, has in zip(wanted, found, strict=True)
         ]
         print(json.dumps(listed, indent=2))
         return 0
-    rows = []
+    rows, constants = [], {*DEVICE_CONSTANTS, "SMEM_LIMIT"}
     for kernel, has in zip(wanted, found, strict=True):
-        macros = " ".join(macro[2:] for macro in kernel.macros if macro[2:].split("=")[0] not in DEVICE_CONSTANTS)
+        macros = " ".join(macro[2:] for macro in kernel.macros if macro[2:].split("=")[0] not in constants)
         numbers = [has.registers, has.spills, in_bytes(has.smem_bytes), has.threads, has.ctas]
         wgmma = "–" if has.wgmma is None else str(has.wgmma)
-        rows.append([kernel.entry, *map(str, numbers), wgmma, macros])
-    columns = ["kernel", "registers", "spills", "shared", "threads", "CTAs", "wgmma", "macros"]
+        rows.append([*named(kernel).values(), kernel.entry, *map(str, numbers), wgmma, macros])
+    words = ["product", "element", "architecture", "kernel"]
+    columns = [*words, "registers", "spills", "shared", "threads", "CTAs", "wgmma", "macros"]
     note = "Registers: those a thread starts with. Spills: bytes a thread. CTAs: of a multiprocessor at a time."
     facts = {"cache": str(cache.folder())}
-    show(View(f"{len(rows)} kernels", facts, [Table(columns, rows, left=["kernel", "macros"])], note))
+    show(
+        View(
+            f"{len(rows)} kernels",
+            facts,
+            [Table(columns, rows, left=[*words, "macros"])],
+            note,
+        )
+    )
     return 0
 
 

@@ -63,7 +63,7 @@ ID_BYTES = SCORE_BYTES = 4  # int32, fp32
 BF16_BYTES = 2
 EXPOSED = 0.4
 """The part of the shorter of a kernel's operations and bytes that the longer does not hide, in `predicted_ms`: to a tenth, what
-fits the products of results/h200/products.json best. Times of whole layers have no part in it."""
+fits the products of results/h200/products.json best."""
 
 
 def _counts(least: int, /, **counts: Any) -> None:
@@ -117,9 +117,9 @@ def _both_ms(operations: float, least_bytes: float, gpu: str) -> tuple[float, fl
     return 1e3 * operations / rates.operations, 1e3 * least_bytes / rates.bytes
 
 
-def product_floor_ms(name: str, sizes: Sizes, gpu: str = "H200") -> float:
-    """Milliseconds that a product of `blazeproto.gemm.PRODUCTS` needs at the least. ValueError for a name that isn't there."""
-    return floor_ms(*_product_work(name, sizes)[2:], gpu)
+def product_floor_ms(name: str, sizes: Sizes, gpu: str = "H200", precision: str = "bf16") -> float:
+    """Milliseconds that a product of `gemm.PRODUCTS` needs at the least.  precision: of its operands. ValueError for another."""
+    return floor_ms(*_product_work(name, sizes, precision=precision)[2:], gpu)
 
 
 def block_operations(num_blocks: int, size: int) -> float:
@@ -175,7 +175,7 @@ def _logits_work(sizes: Sizes) -> tuple[float, float]:
 class Work(NamedTuple):
     """What a step of a layer computes and moves. phase: "forward" or "backward".  name: as in `blazeproto.lab.explain`.
 
-    operations: a multiplication and an addition being two.  least_bytes: every input read once, every output written once.
+    operations: a multiplication and an addition being two, of quantized operands one.  least_bytes: all is moved once.
     """
 
     phase: str
@@ -184,10 +184,10 @@ class Work(NamedTuple):
     least_bytes: float
 
 
-def _product_work(name: str, sizes: Sizes, phase: str = "") -> Work:
+def _product_work(name: str, sizes: Sizes, phase: str = "", precision: str = "bf16") -> Work:
     checks.one_of("product", name, tuple(PRODUCTS))
-    product = PRODUCTS[name]
-    return Work(phase, name, product.operations(_checked(sizes)), product.least_bytes(sizes))
+    product, element = PRODUCTS[name], PRODUCTS[name].element_of(precision)
+    return Work(phase, name, product.operations(_checked(sizes)) / element.rate, product.least_bytes(sizes, element))
 
 
 def layer_work(sizes: Sizes, save: str = "minimal") -> list[Work]:
@@ -298,9 +298,9 @@ def predicted_work_ms(work: Work, sizes: Sizes, gpu: str = "H200") -> float:
     return predicted_ms(operations, work.least_bytes, gpu)
 
 
-def predicted_product_ms(name: str, sizes: Sizes, gpu: str = "H200") -> float:
-    """Milliseconds that a product of `blazeproto.gemm.PRODUCTS` may take. ValueError for a name that isn't there."""
-    return predicted_work_ms(_product_work(name, sizes), sizes, gpu)
+def predicted_product_ms(name: str, sizes: Sizes, gpu: str = "H200", precision: str = "bf16") -> float:
+    """Milliseconds that a product may take; arguments and errors as of `product_floor_ms`."""
+    return predicted_work_ms(_product_work(name, sizes, precision=precision), sizes, gpu)
 
 
 def predicted_layer_ms(sizes: Sizes, save: str = "minimal", gpu: str = "H200") -> tuple[float, float]:

@@ -4,8 +4,8 @@
         print(check.name, check.verdict, check.mend)
 
 Every check runs what it is about, in a process of its own, so that a package that crashes when it is imported takes nothing
-down: the torch backend trains a step of a small layer, NVRTC compiles a kernel, Numba's simulator runs one, and where there is a
-Hopper GPU a dispatch and `combine` run on it and are compared with their twins. This module imports none of these packages.
+down: the torch backend trains a step of a small layer, NVRTC compiles a kernel, Numba's simulator runs one, and on a GPU
+that runs the kernels a dispatch and `combine` are compared with their twins. This module imports none of these packages.
 """
 
 import ctypes
@@ -18,13 +18,12 @@ from dataclasses import dataclass
 
 from packaging.specifiers import SpecifierSet
 
-from blazeproto.runtime import optional
+from blazeproto.runtime import arch, optional
 from blazeproto.runtime.optional import CUPY, cuda_major, driver_cuda, installed, or_the_lab, requirement
 
 WANTED = {"numpy": "<3", "torch": ">=2.11,<2.16", **optional.WANTED}
 """Versions, as in pyproject.toml."""
 PYTHON = ">=3.11"
-HOPPER = (9, 0)
 TIMEOUT = 300  # seconds of a check: the first NVRTC or Numba in a new environment is slow
 
 WORKS, MISSING, WRONG, BROKEN, ABSENT = "works", "missing", "wrong version", "does not work", "not here"
@@ -61,14 +60,14 @@ class Gpu:
     cuda: tuple[int, int]
 
     @property
-    def is_hopper(self) -> bool:
-        return self.capability == HOPPER
+    def runs_kernels(self) -> bool:
+        return arch.arch_of(self.capability) is not None
 
 
 def examine() -> list[Check]:
     """All checks, in the order in which one stands on another. Takes some seconds, more where kernels are compiled first."""
     gpu = find_gpu()
-    hopper = gpu is not None and gpu.is_hopper
+    on_gpu = gpu is not None and gpu.runs_kernels
     major = cuda_major(gpu.cuda if gpu else None)
     mends = {
         "numpy": _pip(f"numpy{WANTED['numpy']}"),
@@ -78,7 +77,7 @@ def examine() -> list[Check]:
         "nvrtc": _pip(requirement("cupy", major), requirement("numba-cuda", major)),
     }
     wanted = [
-        name for name in PROBES if not ((name == "hopper" and not hopper) or (name == "torch_gpu" and gpu is None))
+        name for name in PROBES if not ((name == "kernels" and not on_gpu) or (name == "torch_gpu" and gpu is None))
     ]
     with ThreadPoolExecutor() as pool:
         runs = dict(zip(wanted, pool.map(probe, wanted), strict=True))
@@ -88,7 +87,7 @@ def examine() -> list[Check]:
     missing = Check("nvdisasm", "", MISSING, disassembler, needed=False)
     what = "imports" if gpu else "imports; needed on a GPU alone"
     lab = f"optional, for the lab: pip install -e '.[cu{major},lab]'"
-    for_kernels = "" if hopper else lab
+    for_kernels = "" if on_gpu else lab
     for_nvrtc = "" if installed(["cuda-bindings"]) else for_kernels
     return [
         _python(),
@@ -103,8 +102,8 @@ def examine() -> list[Check]:
         *(_package(name, [name], runs[name], "imports", _pip(name), lab) for name in optional.LAB),
         missing if tool.error else Check("nvdisasm", "", WORKS, tool.printed, needed=False),
         *(
-            [_ran("kernels", "", runs["hopper"], "a dispatch and combine agree with their twins", mends["nvrtc"])]
-            if hopper
+            [_ran("kernels", "", runs["kernels"], "a dispatch and combine agree with their twins", mends["nvrtc"])]
+            if on_gpu
             else []
         ),
     ]
@@ -172,11 +171,9 @@ def _machine(gpu: Gpu | None) -> list[Check]:
             Check("driver", "", ABSENT),
         ]
     capability = ".".join(map(str, gpu.capability))
-    detail = (
-        gpu.name if gpu.is_hopper else f"{gpu.name}: the kernels need compute capability 9.0; the torch backend runs"
-    )
+    detail = gpu.name if gpu.runs_kernels else f"{gpu.name}: the kernels need {arch.WANTED}; the torch backend runs"
     return [
-        Check("GPU", capability, WORKS if gpu.is_hopper else ABSENT, detail),
+        Check("GPU", capability, WORKS if gpu.runs_kernels else ABSENT, detail),
         Check("driver", gpu.driver, WORKS, f"runs CUDA up to {gpu.cuda[0]}.{gpu.cuda[1]}"),
     ]
 
@@ -194,7 +191,7 @@ def _cuda(gpu: Gpu | None, compiler: "Run", mend: str, optional_for: str) -> Che
 def _nvrtc(run: "Run", mend: str, optional_for: str) -> Check:
     if not (version := _version_of(run)):
         return Check("NVRTC", "", MISSING, optional_for or run.error or "", mend, not optional_for)
-    return _ran("NVRTC", version, run, "compiles for sm_90a", mend)
+    return _ran("NVRTC", version, run, f"compiles for {arch.HOPPER.target}", mend)
 
 
 # --- Packages --------------------------------------------------------------------------------------------------------------
@@ -282,7 +279,7 @@ if torch.version.cuda is None:
 x = torch.ones(16, 16, device="cuda")
 assert (x @ x).sum() == 4096
 """,
-    "hopper": """
+    "kernels": """
 import torch
 from blazeproto import dispatch, gemm
 from blazeproto.dispatch import reference

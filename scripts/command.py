@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
+from blazeproto.runtime.arch import missing
+
 
 class Parser(argparse.ArgumentParser):
     """Says what is wrong with an option in one line; the usage of thirty options would hide it."""
@@ -56,19 +58,16 @@ def run_module(*words: str) -> int:
 
 def has_hopper() -> bool:
     """Whether there is a GPU that runs the kernels."""
-    import torch
-
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return missing(_capability()) is None
 
 
 def need_hopper() -> None:
     """`refuse` where there is no Hopper GPU: before anything is measured, and any file is written."""
+    if lacks := missing(_capability()):
+        refuse(f"needs a CUDA device of {lacks}; nothing was run")
+
+
+def _capability() -> tuple[int, int] | None:
     import torch
 
-    if not has_hopper():
-        found = (
-            f"this one has {'.'.join(map(str, torch.cuda.get_device_capability()))}"
-            if torch.cuda.is_available()
-            else "there is none"
-        )
-        refuse(f"needs a CUDA device of compute capability 9.0, {found}; nothing was run")
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None

@@ -55,6 +55,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from blazeproto.distributed import check_overflow
+from blazeproto.runtime.arch import arch_of
 from blazeproto.runtime.optional import LAB, need
 from scripts.bench.timing import SavedBytes
 from scripts.command import argument_parser, positive
@@ -446,7 +447,7 @@ def locked_run(args: argparse.Namespace, device: torch.device) -> Iterator[tuple
         with run_folder.old_run(args.out, args.name, ended="steps" in given) as folder:
             yield folder, settings_of(folder, given)
         return
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    hopper = device.type == "cuda" and arch_of(torch.cuda.get_device_capability(device)) is not None
     config = dataclasses.replace(PRESETS[preset := args.preset or ("hopper" if hopper else "cpu")], **given)
     check_acts(config, given)
     with run_folder.new_run(args.out, args.name, preset) as folder:

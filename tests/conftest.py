@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch._C._dynamo import eval_frame
 
+from blazeproto.runtime.arch import missing
 from tests.locks import alone
 
 # Several of xdist's processes share the GPUs, whose memory is not enough for all on one; JAX would take three quarters of one's.
@@ -29,10 +30,8 @@ if len(gpus := os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) > 1:
 
 
 def _why_no_hopper() -> str | None:
-    if not torch.cuda.is_available():
-        return "needs a CUDA device of compute capability 9.0, there is none"
-    capability = torch.cuda.get_device_capability()
-    return None if capability == (9, 0) else f"needs a CUDA device of compute capability 9.0, this one has {capability}"
+    lacks = missing(torch.cuda.get_device_capability() if torch.cuda.is_available() else None)
+    return f"needs a CUDA device of {lacks}" if lacks else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

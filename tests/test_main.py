@@ -141,7 +141,7 @@ def test_cuda_packages_that_the_driver_does_not_run(examine: Examine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("probe", "name"), [("nvrtc", "NVRTC"), ("hopper", "kernels"), ("torch_gpu", "torch on the GPU"), ("cupy", "CuPy")]
+    ("probe", "name"), [("nvrtc", "NVRTC"), ("kernels", "kernels"), ("torch_gpu", "torch on the GPU"), ("cupy", "CuPy")]
 )
 def test_what_does_not_run(examine: Examine, probe: str, name: str) -> None:
     check = examine(H200, VERSIONS, **{probe: "OSError: broken"})[name]

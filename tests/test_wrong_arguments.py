@@ -335,7 +335,11 @@ LEFT_OUT = {
     **dict.fromkeys(("blocksparse.Padding", "blocksparse.Topology"), RECORD),
     **{f"{of}.{name}": CALLED for of in DISPATCHERS for name in ("check", "combine", "dispatch", "overflow")},
     "autograd.Options.policy": CALLED,
-    **{f"gemm.Product.{name}": CALLED for name in ("for_layer", "launches", "least_bytes", "operations")},
+    **{
+        f"gemm.Product.{name}": CALLED
+        for name in ("for_layer", "launches", "least_bytes", "operations", "element_of", "tiles_of")
+    },
+    "Recipe.operand": CALLED,
     **dict.fromkeys(("gemm.Kernel.function", "gemm.Kernel.handle"), "needs a GPU"),
     **{f"activations.{name}": CALLED for name in FORMULAS},
     **{f"blocksparse.{kind}.saved_bytes": UNSAVED for kind in ("DroppingMoE", "SequentialMoE", "dMoE")},

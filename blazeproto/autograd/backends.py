@@ -13,9 +13,7 @@ import torch
 
 from blazeproto.autograd.step import Backend
 from blazeproto.gemm.tiles import CHUNK, MAX_EXPERTS
-from blazeproto.runtime import optional
-
-HOPPER_CAPABILITY = (9, 0)
+from blazeproto.runtime import arch, optional
 
 
 @lru_cache(maxsize=1024)
@@ -53,7 +51,7 @@ def has_dispatch_kernels(backend: str, device: torch.device) -> bool:
 def missing_for_hopper(device: torch.device, dtype: torch.dtype, num_experts: int, *widths: int) -> str | None:
     """What keeps the Hopper backend from running with this device, dtype, E and these widths (d, n); None if nothing."""
     if device.type != "cuda":
-        return f"a CUDA GPU of compute capability 9.0; the tensors are on {device}"
+        return f"a CUDA GPU of {arch.WANTED}; the tensors are on {device}"
     if dtype != torch.bfloat16:
         return f"torch.bfloat16 tensors; they are {dtype}"
     if num_experts > MAX_EXPERTS:
@@ -88,9 +86,8 @@ def device_index(device: torch.device) -> int:
 
 @cache
 def _missing_on_device(index: int) -> str | None:
-    capability = torch.cuda.get_device_capability(index)
-    if capability != HOPPER_CAPABILITY:
-        return f"a GPU of compute capability 9.0; cuda:{index} has {capability[0]}.{capability[1]}"
+    if lacks := arch.missing(torch.cuda.get_device_capability(index), f"cuda:{index}"):
+        return f"a GPU of {lacks}"
     for package in optional.KERNELS:
         if lacks := optional.missing(package):
             warnings.warn(f"backend: the kernels of Hopper GPUs need {lacks}", stacklevel=2)

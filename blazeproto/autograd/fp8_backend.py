@@ -21,16 +21,17 @@ from blazeproto.autograd.operators import cast
 from blazeproto.autograd.records import new_quantized, new_rows, new_weights, rows_in, weights_in, width_of
 from blazeproto.autograd.step import BackendStep, OuterSum
 from blazeproto.dispatch.structures import Addresses, Dispatch
-from blazeproto.gemm import down_backward, fp8, quantize
+from blazeproto.gemm import down_backward, linear, quantize, up, weight_fp8
 from blazeproto.gemm.combine import column_slices, in_slices
 from blazeproto.gemm.combine import launch as launch_combine
-from blazeproto.gemm.quantize import OnStream, Quantized
+from blazeproto.gemm.e4m3 import Quantized, from_e4m3, in_e4m3, to_e4m3
+from blazeproto.gemm.quantize import OnStream
 from blazeproto.gemm.recipe import FP8, Operand
 from blazeproto.runtime.arrays import current_stream
 
 
 class Hopper:
-    """By the kernels of `blazeproto.gemm.fp8`."""
+    """By the products' kernels of quantized operands."""
 
     READS_ACT = False
     build_dispatch = staticmethod(hopper_backend.build_dispatch)
@@ -65,16 +66,14 @@ class Hopper:
         rows, width = step.rows, step.weight.values.shape[1]
         h = new_rows(x, rows.num_rows, width) if h is None else h
         act = new_rows(x, rows.num_rows, width // 2)
-        places = {"h": rows_in(h, width), "act": rows_in(act, width // 2)}
-        tokens = new_quantized(x, FP8.x.scale, *x.shape)
-        quantize.launch_rows(hopper_backend.ready(x), rows, tokens)
-        fp8.launch_up(tokens, step.weight, rows, activation=step.activation, **places)
+        places: dict[str, Any] = {"h": rows_in(h, width), "act": rows_in(act, width // 2)}
+        up.launch(self._tokens(x, rows), step.weight, rows, activation=step.activation, **places)
         return h, act
 
     def down_forward(self, step: BackendStep, act: Tensor, out: Tensor, *, overwrite_act: bool) -> None:
         # Half of what bf16 has, so that Y leaves room for the weights' copies.
         act_rows, scores = rows_in(act, step.weight.values.shape[2]), hopper_backend.ready(step.scores)
-        self._rows_and_sums(step, act_rows, out, scores)
+        self._rows_and_sums("down_forward", step, act_rows, out, scores)
 
     def down_backward_act(
         self,
@@ -89,10 +88,8 @@ class Hopper:
         rows, scores, d_expert = step.rows, hopper_backend.ready(step.scores), step.weight.values.shape[1]
         dh = h if overwrite_h else torch.empty_like(h)
         a_scaled, d_scores = new_rows(h, rows.num_rows, d_expert), torch.empty_like(scores)
-        tokens = new_quantized(d_out, FP8.d_out.scale, *d_out.shape)
-        quantize.launch_rows(hopper_backend.ready(d_out), rows, tokens)
-        fp8.launch_down_backward(
-            tokens,
+        down_backward.launch(
+            self._tokens(d_out, rows),
             step.weight,
             rows_in(h, 2 * d_expert),
             scores,
@@ -101,12 +98,12 @@ class Hopper:
             dh=rows_in(dh, 2 * d_expert),
             a_scaled=rows_in(a_scaled, d_expert),
             d_scores=d_scores,
-            workspace=scores.new_empty(down_backward.score_partials(d_expert, fp8.TILES), rows.num_rows),
+            workspace=scores.new_empty(down_backward.score_partials(d_expert), rows.num_rows),
         )
         return dh, d_scores, a_scaled
 
     def up_backward_act(self, step: BackendStep, dh: Tensor, dx: Tensor) -> None:
-        self._rows_and_sums(step, rows_in(dh, step.weight.values.shape[2]), dx, None)
+        self._rows_and_sums("up_backward_act", step, rows_in(dh, step.weight.values.shape[2]), dx, None)
 
     def weight_gradient(self, rows: Addresses, of: OuterSum) -> Tensor:
         """Some of a token's columns at a time, whose transpose takes at most 3/4 of the ordered rows': so a layer's peak is not
@@ -114,17 +111,17 @@ class Hopper:
         left, like, width, d_model = of.left, of.like, width_of(of.ordered), of.left.shape[1]
         f32 = like.dtype == torch.float32
         dw = torch.empty_like(like, dtype=torch.float32 if f32 else left.dtype)
+        name = "up_backward_weight" if of.transposed else "down_backward_weight"
         before = left.new_empty(rows.num_experts + 1, dtype=torch.int32)
         quantize.launch_block_offsets(rows, before)
         turned = self._turned(rows_in(of.ordered, width), range(width), rows, before, gather=False)
-        tokens = new_quantized(left, FP8.x.scale, *left.shape)
-        quantize.launch_rows(hopper_backend.ready(left), rows, tokens)
+        tokens = self._tokens(left, rows)
         for columns in in_slices(d_model, 1 if f32 else -(-4 * d_model // (3 * width))):
             part = self._turned(tokens, columns, rows, before, gather=True)
             operands, first = (
                 ((turned, part), (0, columns.start)) if of.transposed else ((part, turned), (columns.start, 0))
             )
-            fp8.launch_weight(*operands, rows, before, dw=dw, first=first, f32=f32, accumulate=False)
+            weight_fp8.launch(name, *operands, rows, before, dw=dw, first=first, f32=f32, accumulate=False)
             del part, operands  # before the next one is allocated
         return cast(dw, like.dtype)
 
@@ -134,12 +131,17 @@ class Hopper:
         quantize.launch_transpose(of, rows, before, columns, out, gather=gather)
         return out
 
-    def _rows_and_sums(self, step: BackendStep, a: Quantized, out: Tensor, scores: Tensor | None) -> None:
-        """The sums over a token's rows of a W^T, some columns at a time, as `hopper_backend` has them."""
+    def _tokens(self, x: Tensor, rows: Addresses) -> Quantized:
+        made = new_quantized(x, FP8.x.scale, *x.shape)
+        quantize.launch_rows(hopper_backend.ready(x), rows, made)
+        return made
+
+    def _rows_and_sums(self, name: str, step: BackendStep, a: Quantized, out: Tensor, scores: Tensor | None) -> None:
+        """The sums over a token's rows of a W^T, some columns at a time, as `hopper_backend` has them. name: of the product."""
         rows, weights = step.rows, step.weight
         for columns in column_slices(rows.num_rows, out.shape[1], 2 * weights.values.nbytes):
             made = out.new_empty(rows.num_rows, len(columns))
-            fp8.launch_linear(a, weights, rows, columns=columns, out=made)
+            linear.launch(a, weights, rows, columns=columns, out=made, name=name)
             launch_combine(made, rows, scores=scores, columns=columns, out=out)
             del made  # before the next one is allocated
 
@@ -170,21 +172,19 @@ class Plain:
             place.copy_(Plain.keep(weight, dtype)[1:])
         if kept is None:
             return _rounded(cast(weight, dtype), FP8.weights)
-        return quantize.from_e4m3(torch, weights_in(kept[0], *weight.shape[1:]), "128x128").to(dtype)
+        return from_e4m3(torch, weights_in(kept[0], *weight.shape[1:]), "128x128").to(dtype)
 
     @staticmethod
     def backward_weight(weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None) -> Tensor:
         """As forward has it, of which torch's products give the same bits: transposing changes no number."""
         if kept is None:
             return Plain.forward_weight(weight, dtype, rows, None)
-        return (
-            quantize.from_e4m3(torch, weights_in(kept[-1], *weight.shape[:0:-1]), "128x128").to(dtype).mT.contiguous()
-        )
+        return from_e4m3(torch, weights_in(kept[-1], *weight.shape[:0:-1]), "128x128").to(dtype).mT.contiguous()
 
     @staticmethod
     def keep(weight: Tensor, dtype: torch.dtype) -> Tensor:
         """As that of `Hopper`."""
-        made, record = quantize.to_e4m3(torch, cast(weight, dtype), "128x128"), new_weights(weight, weight.shape, 2)
+        made, record = to_e4m3(torch, cast(weight, dtype), "128x128"), new_weights(weight, weight.shape, 2)
         for values, scales, to in (
             (*made, weights_in(record[0], *weight.shape[1:])),
             (made.values.mT, made.scales.mT, weights_in(record[1], *weight.shape[:0:-1])),
@@ -223,16 +223,15 @@ class Plain:
 
 
 def _rounded(values: Tensor, operand: Operand) -> Tensor:
-    made = quantize.to_e4m3(torch, values, operand.scale)
-    return quantize.from_e4m3(torch, made, operand.scale).to(values.dtype)  # type: ignore[no-any-return]
+    return in_e4m3(torch, values, operand.scale).to(values.dtype)  # type: ignore[no-any-return]
 
 
 def _to_record(rows: Tensor, place: Tensor | None = None) -> Tensor:
     record = new_rows(rows, *rows.shape) if place is None else place
-    made, to = quantize.to_e4m3(torch, rows, "1x128"), rows_in(record, rows.shape[1])
+    made, to = to_e4m3(torch, rows, "1x128"), rows_in(record, rows.shape[1])
     to.values.copy_(made.values), to.scales.copy_(made.scales)
     return record
 
 
 def _from_record(record: Tensor, dtype: torch.dtype) -> Tensor:
-    return quantize.from_e4m3(torch, rows_in(record, width_of(record)), "1x128").to(dtype)
+    return from_e4m3(torch, rows_in(record, width_of(record)), "1x128").to(dtype)

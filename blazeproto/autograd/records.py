@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from blazeproto.gemm.quantize import BLOCK, Quantized, blocks, scales_shape
+from blazeproto.gemm.e4m3 import BLOCK, Quantized, blocks, scales_shape
 from blazeproto.gemm.tiles import ALIGNMENT
 from blazeproto.runtime.checks import instance
 
@@ -42,7 +42,7 @@ def weight_bytes(m: int, k: int) -> int:
 
 
 def new_quantized(like: Tensor, scale: str, *shape: int) -> Quantized:
-    """Uninitialised values of this shape, no record, and their scales.  scale: what shares one (`quantize.scales_shape`)."""
+    """Uninitialised values of this shape, no record, and their scales.  scale: what shares one (`e4m3.scales_shape`)."""
     return Quantized(
         like.new_empty(shape, dtype=torch.float8_e4m3fn),
         like.new_empty(scales_shape(scale, shape), dtype=torch.float32),

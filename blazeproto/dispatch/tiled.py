@@ -32,6 +32,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from blazeproto.dispatch.place import layout, place_pairs
+from blazeproto.runtime.arch import HOPPER
 from blazeproto.runtime.memory import part
 from blazeproto.runtime.numba import cuda, int32, int64, uint32, uint64
 from blazeproto.runtime.numba_kernel import NumbaKernel
@@ -167,7 +168,7 @@ class TiledPlan(NamedTuple):
     place_blocks: int  # of them on a multiprocessor, which bounds the registers
 
 
-SHARED_LIMIT = 227 * 1024  # bytes a Hopper block may have
+SHARED_LIMIT = HOPPER.smem_limit
 MAX_CHUNK_PAIRS = 65535  # a place, and a staged pair's number within its chunk, have 16 bits
 SHARED_TOTAL, SHARED_RESERVED = 228 * 1024, 1024  # bytes of a multiprocessor, and of each block for the system
 REGISTERS = 65536  # of a multiprocessor

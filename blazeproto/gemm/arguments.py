@@ -7,10 +7,13 @@ aligned addresses, at most 512 experts, the current GPU.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import product as every
 from typing import Any, NamedTuple
 
 from blazeproto.dispatch.structures import Addresses, Dispatch, addresses
-from blazeproto.gemm.tiles import CHUNK, GATHERED_ELEMENTS, MAX_EXPERTS, TileConfig
+from blazeproto.gemm.e4m3 import BLOCK, Quantized, scales_shape
+from blazeproto.gemm.recipe import FP8
+from blazeproto.gemm.tiles import CHUNK, E4M3, GATHERED_ELEMENTS, MAX_EXPERTS, TileConfig
 from blazeproto.runtime import checks
 from blazeproto.runtime.arrays import (
     DeviceArray,
@@ -33,6 +36,7 @@ class Array:
     shape: a letter for each dimension: T tokens, R rows in expert order, P pairs, E experts; d model width, n expert width,
     h = G n columns of H, G being 2 for a gated activation, else 1; any other word is a width of its own.
     gather, ordered, transposed: its shape in a call with ``gather``, with ``gather=False``, with ``transposed``.
+    quantized: its shape in a call of quantized operands, whose reductions are contiguous.
     optional: an input that may be None.  fetched: an input of which a kernel fetches rows by index, where it has one a token.
     over: the input whose memory an output may take, element for element.
     added: an output that must be given, zeroed or with what it is added to.
@@ -47,6 +51,7 @@ class Array:
     gather: str = ""
     ordered: str = ""
     transposed: str = ""
+    quantized: str = ""
     optional: bool = False
     fetched: bool = False
     over: str = ""
@@ -61,17 +66,35 @@ class Array:
         return {"T": "token", "R": "row", "P": "pair", "E": "expert"}[self.shape[0]]
 
     @property
+    def scale(self) -> str:
+        """What shares a scale of it in a call of quantized operands; "" where it is bf16 there too."""
+        operand = FP8.operand(self.name)
+        return operand.scale if operand else ""
+
+    @property
+    def scales(self) -> str:
+        """What errors, and the views of a call, name its scales."""
+        return f"{self.name}'s scales"
+
+    @property
     def counts(self) -> bool:
         """Whether its bytes are among the least that a call moves."""
         return self.counted or not self.optional
 
     def shape_in(self, call: Mapping[str, Any]) -> str:
         """Its shape with the options of a call."""
-        gather, transposed = call.get("gather"), call.get("transposed")
-        shapes = ((self.gather, gather), (self.ordered, gather is False), (self.transposed, transposed))
+        gather, transposed, quantized = call.get("gather"), call.get("transposed"), call.get("quantized")
+        shapes = (
+            (self.quantized, quantized),
+            (self.gather, gather),
+            (self.ordered, gather is False),
+            (self.transposed, transposed),
+        )
         return next((shape for shape, holds in shapes if shape and holds), self.shape)
 
 
+E4M3_NAN = 0x7F
+Dtype = str | tuple[str, ...]  # the one that is taken, or those
 LOW = ("low rows", "low factor")  # what errors call the arrays of a public function's ``low``
 
 
@@ -128,29 +151,46 @@ class Arguments:
         name, shape = array.name, shape or array.shape
         gathered = array.fetched and shape[0] == "T"
         self.arrays[name] = value
+        if isinstance(value, Quantized) and array.scale:
+            return self._read_quantized(array, value, shape, gathered)
         absent = array.optional and value is None and name not in LOW
         self.views[name] = None if absent else self._checked(name, value, shape, array.dtype, gathered)
         return self.views[name]
 
-    def write(self, array: Array, value: Any, *, accumulate: bool = False) -> None:
+    def _read_quantized(self, array: Array, value: Quantized, shape: str, gathered: bool) -> Any:
+        """Rows are whole blocks, others whole chunks of 16 bytes."""
+        whole = BLOCK if array.scale == "1x128" else CHUNK * E4M3.packing
+        values = self._checked(array.name, value.values, shape, E4M3.dtypes, gathered)
+        if values.shape[-1] % whole:
+            raise ValueError(f"{array.name}: expected a width that is a multiple of {whole}, got shape {values.shape}")
+        made = self._expected(array.scales, value.scales, "float32", scales_shape(array.scale, values.shape))
+        self.views |= {array.name: values, array.scales: made}
+        return values
+
+    def write(self, array: Array, value: Any, *, accumulate: bool = False, quantized: bool = False) -> None:
         """An output or a workspace, whose lengths are known by now: a new one where ``value`` is None, unless it is added to."""
         if value is None and accumulate:
             raise ValueError(f"{array.name}: expected an array to accumulate into, got None")
         if value is None and not array.added:
             lengths: Any = self._lengths(array.shape)
-            value = self._new(lengths, array.dtype)
+            scale = array.scale if quantized else ""
+            value = self._new_quantized(lengths, scale) if scale else self._new(lengths, array.dtype)
         elif array.f32 and self._view(array.name, value).dtype == "float32":
             array = replace(array, dtype="float32")
         others = {name: seen for name, seen in self.views.items() if seen is not None}
-        a = self.read(array, value)
-        for name, seen in others.items():
-            if overlap(a, seen) and not (name == array.over and (a.ptr, a.shape) == (seen.ptr, seen.shape)):
+        self.read(array, value)
+        over = {array.name: array.over, array.scales: f"{array.over}'s scales" if array.over else ""}
+        for (mine, allowed), (name, seen) in every(over.items(), others.items()):
+            a = self.views.get(mine)
+            if a and overlap(a, seen) and not (name == allowed and (a.ptr, a.shape) == (seen.ptr, seen.shape)):
                 allowed = f" or all of {array.over}" if array.over else ""
-                raise ValueError(f"{array.name}: expected memory of its own{allowed}, got some of {name}")
+                raise ValueError(f"{mine}: expected memory of its own{allowed}, got some of {name}")
 
     def operands(self) -> dict[str, Any]:
         """The arrays by the names of a launch's parameters."""
         views = dict(self.views)
+        for name in [name for name in views if f"{name}'s scales" in views]:
+            views[name] = Quantized(views[name], views.pop(f"{name}'s scales"))
         rows, factor = (views.pop(name, None) for name in LOW)
         return views | ({"low": LowRankTerm(rows, factor)} if rows is not None else {})
 
@@ -192,7 +232,7 @@ class Arguments:
         """None for one that no array has decided yet."""
         return tuple(int(word) if word.isdigit() else self.sizes.get(word) for word in shape.split())
 
-    def _checked(self, name: str, array: Any, shape: str, dtype: str, gathered: bool = False) -> DeviceArray:
+    def _checked(self, name: str, array: Any, shape: str, dtype: Dtype, gathered: bool = False) -> DeviceArray:
         by_pair = shape == "P"
         a = self._expected(name, array, dtype, None if by_pair else self._lengths(shape))
         odd_widths = dtype == "bfloat16" and any(width % self.multiple for width in a.shape[1:])
@@ -228,7 +268,12 @@ class Arguments:
     def _new(self, lengths: tuple[int, ...], dtype: str) -> Any:
         return empty(lengths, dtype, next((seen for seen in self.views.values() if seen is not None), None))
 
-    def _expected(self, name: str, array: Any, dtype: str, lengths: tuple[int | None, ...] | None) -> DeviceArray:
+    def _new_quantized(self, lengths: tuple[int, ...], scale: str) -> Quantized:
+        """In the dtype that the inputs hold e4m3 in."""
+        held = next(seen.dtype for seen in self.views.values() if seen is not None and seen.dtype in E4M3.dtypes)
+        return Quantized(self._new(lengths, held), self._new(scales_shape(scale, lengths), "float32"))
+
+    def _expected(self, name: str, array: Any, dtype: Dtype, lengths: tuple[int | None, ...] | None) -> DeviceArray:
         a = expect(name, array, dtype, lengths)
         if a.device != (here := current_device()):
             raise ValueError(f"{name}: expected an array on the current GPU, cuda:{here}, got one on cuda:{a.device}")
@@ -251,10 +296,15 @@ class TwinArguments(Arguments):
     multiple = 1
     FLOATS = ("float16", "float32", "float64")
 
-    def write(self, array: Array, value: Any, *, accumulate: bool = False) -> None:
-        if value is not None:
+    def write(self, array: Array, value: Any, *, accumulate: bool = False, quantized: bool = False) -> None:
+        if isinstance(value, Quantized):
+            (
+                numpy_output(array.name, value.values, "uint8", None),
+                numpy_output(array.scales, value.scales, "float32", None),
+            )
+        elif value is not None:
             numpy_output(array.name, value, self._dtypes(array.dtype), None)
-        super().write(array, value, accumulate=accumulate)
+        super().write(array, value, accumulate=accumulate, quantized=quantized)
 
     def _view(self, name: str, array: Any) -> DeviceArray:
         return numpy_view(array, name)
@@ -262,14 +312,22 @@ class TwinArguments(Arguments):
     def _new(self, lengths: tuple[int, ...], dtype: str) -> Any:
         import numpy
 
-        read = [array for array in self.arrays.values() if array is not None]
-        return numpy.full(lengths, numpy.nan, numpy.result_type(*read))
+        if dtype == "uint8":
+            return numpy.full(lengths, E4M3_NAN, dtype)
+        read = [array for array in self.arrays.values() if not (array is None or isinstance(array, Quantized))]
+        return numpy.full(lengths, numpy.nan, numpy.result_type(*read) if read else "float32")
 
-    def _expected(self, name: str, array: Any, dtype: str, lengths: tuple[int | None, ...] | None) -> DeviceArray:
+    def _new_quantized(self, lengths: tuple[int, ...], scale: str) -> Quantized:
+        import numpy
+
+        scales = numpy.full(scales_shape(scale, lengths), numpy.nan, "float32")
+        return Quantized(self._new(lengths, "uint8"), scales)
+
+    def _expected(self, name: str, array: Any, dtype: Dtype, lengths: tuple[int | None, ...] | None) -> DeviceArray:
         return expect(name, numpy_view(array, name), self._dtypes(dtype), lengths, alignment=1)
 
     def _limits(self, a: DeviceArray, gathered: bool) -> tuple[tuple[bool, str], ...]:
         return ()
 
-    def _dtypes(self, dtype: str) -> tuple[str, ...]:
-        return (dtype,) if dtype == "int32" else self.FLOATS
+    def _dtypes(self, dtype: Dtype) -> tuple[str, ...]:
+        return ("uint8",) if dtype == E4M3.dtypes else ("int32",) if dtype == "int32" else self.FLOATS

@@ -1,11 +1,11 @@
-"""CUDA C++ to Hopper machine code, and a kernel as an object one can look into.
+"""CUDA C++ to machine code of an architecture, and a kernel as an object one can look into.
 
 >>> sizes = {"LANES": 32, "VECTORS": 1, "THREADS": 256}
 >>> kernel = Kernel("combine.cu", "combine", {"TOP_K": 8, "HAS_SCORES": 1, **sizes})
 >>> kernel.compile()     # registers, spilled bytes, shared memory, macros
 >>> print(kernel.sass)
 
-NVRTC compiles to a cubin for ``sm_90a`` (CuPy's own ``-arch=sm_90`` has no WGMMA) and needs neither a GPU nor a driver, so
+NVRTC compiles to a cubin for a kernel's architecture (`blazeproto.runtime.arch`) and needs neither a GPU nor a driver, so
 everything here but `Kernel.function` works on any machine. Cubins are kept in the compile cache (`runtime.cache`) under a
 hash of the source with its headers, the options and the compiler's version. Those of edited sources (`blazeproto.lab.Workbench`)
 are kept beside the sources instead. A kernel whose source includes a file in a way that is not followed (`Kernel.complete`) is
@@ -36,21 +36,14 @@ from weakref import WeakSet
 from blazeproto.gemm import nvrtc
 from blazeproto.gemm.cubin import start_with
 from blazeproto.gemm.nvrtc import Binary, CompileError
+from blazeproto.gemm.tiles import BF16, E4M3, Element
 from blazeproto.runtime import cache, driver
+from blazeproto.runtime.arch import HOPPER, Arch
 from blazeproto.runtime.arrays import current_device
 from blazeproto.runtime.shown import Shown
 from blazeproto.runtime.target import Handle, is_target
 
 CUDA_SOURCES = Path(__file__).resolve().parent / "cuda"
-# --no-cache: NVRTC keeps a cache of its own where there is a driver, and what comes out of it lacks ptxas's report.
-OPTIONS = (
-    "--gpu-architecture=sm_90a",
-    "-std=c++17",
-    "--ptxas-options=-v",
-    "-lineinfo",
-    "-default-device",
-    "--no-cache",
-)
 CACHE_FORMAT = "1"  # part of every key: raise it when `Binary`'s file layout changes
 _INCLUDE = re.compile(
     r'^[ \t]*#[ \t]*include[ \t]*(?:"(?P<beside>[^"\n]+)"|<(?P<listed>[^>\n]+)>)[ \t]*(?P<rest>.*)$', re.MULTILINE
@@ -72,6 +65,7 @@ class Kernel(Shown):
     ptxas wrote down (`blazeproto.gemm.cubin`).  options: further NVRTC options.
     sources: the folder that ``file`` and its headers are taken from, where that is not ``blazeproto/gemm/cuda``. Its files must
     not change. Its machine code is kept in the folder that it lies in, never in the package's cache.
+    arch: the architecture that it is written for.
     """
 
     file: str
@@ -82,6 +76,7 @@ class Kernel(Shown):
     start_registers: int | None = None
     options: tuple[str, ...] = ()
     sources: Path | None = None
+    arch: Arch = HOPPER
     _functions: dict[int, Any] = field(default_factory=dict, init=False)
 
     @property
@@ -128,7 +123,7 @@ class Kernel(Shown):
         """Name of the cache entry: all that decides the machine code. The CUDA headers count by the compiler's version.
         Of a kernel that is not `complete` it names nothing: it is another one for each object."""
         start = str((self.start_registers, self.threads))
-        parts = [CACHE_FORMAT, str(nvrtc.version()), *OPTIONS, *self.options, start, self.source]
+        parts = [CACHE_FORMAT, str(nvrtc.version()), *self.arch.options, *self.options, start, self.source]
         parts += [str(self.sources)] if self.sources else []
         parts += [] if self.complete else [secrets.token_hex()]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -148,7 +143,7 @@ class Kernel(Shown):
         binary = _cached(name, beside) if self.complete else None
         if binary is None:
             includes = [f"-I{folder}" for folder in (self.folder, *nvrtc.include_folders())]
-            binary = compiler(str(self.path), [*OPTIONS, *self.options, *self.macros, *includes])
+            binary = compiler(str(self.path), [*self.arch.options, *self.options, *self.macros, *includes])
             if self.start_registers is not None:
                 binary = binary._replace(cubin=start_with(binary.cubin, self.start_registers, self.threads))
             if self.complete and self._read() == self.source:  # else somebody has changed it meanwhile
@@ -192,6 +187,11 @@ class Kernel(Shown):
                 f"{command[0]}: expected one for code of NVRTC {release}, got {done.stderr.strip()}: {mend}"
             )
         return done.stdout
+
+    @property
+    def element(self) -> Element:
+        """The type of the operands that it multiplies."""
+        return E4M3 if self.defines.get("FP8") else BF16
 
     @property
     def cluster(self) -> int:

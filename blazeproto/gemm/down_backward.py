@@ -20,12 +20,13 @@ from blazeproto.gemm.product import (
     Build,
     Product,
     Variant,
+    quantized_kernel,
     tiled_kernel,
     variants,
 )
-from blazeproto.gemm.rows import h_box, low_maps, rank_of, rows_plan, words
+from blazeproto.gemm.rows import address, element_of, h_box, low_maps, rank_of, rows_plan, scales, shape_of, words
 from blazeproto.gemm.specification import Specification, by_tile, low_rank
-from blazeproto.gemm.tiles import BM, CANDIDATES, SLAB, TILES, TileConfig, chosen, chosen_for_any
+from blazeproto.gemm.tiles import BM, CANDIDATES, E4M3, SLAB, TILES, TileConfig, chosen, chosen_for_any
 from blazeproto.runtime import checks, driver
 
 
@@ -60,8 +61,9 @@ def formula(
 
 
 SPEC = Specification(
+    quantized=True,
     inputs=(
-        Array("down_proj", "E d n", transposed="E n d"),
+        Array("down_proj", "E d n", transposed="E n d", quantized="E n d"),
         Array("d_out", "T d", fetched=True),
         Array("h", "R h"),
         Array("scores", "P", "float32"),
@@ -100,6 +102,8 @@ def down_backward_act(
     d_out (T, d), down_proj (E, d, n), h (R, G n), all bf16, scores (P,) or (T, K) fp32, and a dispatch of E experts
     → dh (R, G n) bf16, a_scaled (R, n) bf16 = S act, and d_scores (P,) fp32, zero for pairs without a row. dh may be h itself.
 
+    d_out, down_proj (the transpose, E, n, d) and h may be `Quantized` (`up_forward`); then dh and a_scaled are too.
+
     dA' = d_out[token] W_down; d_scores = ⟨dA', act⟩, which spares keeping Y; dh is the gradient S dA' of act, through f.
     activation: a name of `blazeproto.activations`.  transposed: down_proj is (E, n, d), read as it lies.
     low: rows (R, r) and factor (E, r, n), with ``transposed`` (E, n, r), both bf16: dA' gets rows factor too, as of LoRA.
@@ -123,7 +127,10 @@ def score_partials(n: int, config: TileConfig | None = None) -> int:
 
 
 def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
-    """With tiles that are 256 wide and not deferred.  variant: activation, transposed, rank."""
+    """With tiles that are 256 wide and not deferred.  variant: activation, transposed, rank, element."""
+    macros = activation_named(variant.activation).macros
+    if variant.element is E4M3:
+        return quantized_kernel("down_backward_fp8.cu", "down_backward_fp8", config, build, macros, arch=variant.arch)
     config = config or TILES["down_backward_act"]
     # A stage holds gate, up and A' of 64 hidden units; dA' stays in the accumulators, beside which nothing can be deferred.
     if config.tile_n != 256 or config.deferred:
@@ -138,7 +145,8 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
         GATHER=1,
         B_MN=not variant.transposed,
         low_rank=variant.low_rank,
-        **activation_named(variant.activation).macros,
+        arch=variant.arch,
+        **macros,
     )
 
 
@@ -146,10 +154,11 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
 def _plan(
     where: tuple[int, int, int], shape: tuple[int, int, int], variant: Variant, config: TileConfig, build: Build
 ) -> Plan:
-    wanted, element = activation_named(variant.activation), variant.outputs
+    wanted, element = activation_named(variant.activation), variant.element
     halves = 1 if wanted.alternating else wanted.halves  # whose columns lie apart
     n = shape[1 if variant.transposed else 2]
-    of_h = n * wanted.halves // halves
+    moved = n // element.packing
+    of_h = moved * wanted.halves // halves
     return rows_plan(
         kernel(config, variant, build),
         config,
@@ -160,7 +169,7 @@ def _plan(
         columns=n,
         h=h_box(of_h, halves, where[0], (SLAB, BM, halves), element),
         out0=h_box(of_h, halves, where[0], (SLAB, SLAB, 1), element),
-        out1=dense_box((n, where[0]), (SLAB, SLAB), element),
+        out1=dense_box((moved, where[0]), (SLAB, SLAB), element),
         biased=False,
     )
 
@@ -182,23 +191,25 @@ def launch(
     config: TileConfig | None = None,
 ) -> None:
     """`down_backward_act` of arrays that have been checked; the partial dS of the column tiles are summed behind it.
-    low: added to dA'."""
+    low: added to dA'.  A quantized down_proj is the transpose."""
     if at.num_rows:
-        config = config or chosen("down_backward_act", at.num_rows, at.num_experts, d_out.shape[1], a_scaled.shape[1])
-        variant = Variant(True, transposed, activation=activation, rank=rank_of(low))
-        plan = _plan(at.where, down_proj.shape, variant, config, product.build_of("down_backward_act"))
-        dh_at, a_at = dh.data_ptr(), a_scaled.data_ptr()
+        element, widths = element_of(d_out), (shape_of(d_out)[1], shape_of(a_scaled)[1])
+        config = config or chosen("down_backward_act", at.num_rows, at.num_experts, *widths, element)
+        lies = transposed or element is E4M3
+        variant = Variant(True, lies, activation=activation, rank=rank_of(low), element=element)
+        plan = _plan(at.where, shape_of(down_proj), variant, config, product.build_of("down_backward_act"))
+        dh_at, a_at = address(dh), address(a_scaled)
         addresses = words(
             at,
             config=config,
-            source=d_out.data_ptr(),
+            source=address(d_out),
             out0=dh_at,
             out1=a_at,
             scores=scores.data_ptr(),
             sums=workspace.data_ptr(),
         )
-        maps = (down_proj.data_ptr(), h.data_ptr(), dh_at, a_at, *low_maps(low))
-        driver.launch(*plan.fill(maps, addresses), at.stream)
+        maps = (address(down_proj), address(h), dh_at, a_at, *low_maps(low))
+        driver.launch(*plan.fill(maps, addresses + scales(d_out, down_proj, h, dh, a_scaled)), at.stream)
     reduce.launch_reduce_scores_grad(workspace, d_scores, at)
 
 
@@ -217,13 +228,14 @@ DOWN_BACKWARD_ACT = Product(
             )
         ),
         *map(kernel, CANDIDATES["down_backward_act"]),
+        kernel(None, Variant(element=E4M3)),
     ],
     parts=lambda sizes, config, variant, build: [
         kernel(config, variant, build),
         reduce.kernel("reduce_scores_grad", 0, build.sources),
     ],
     in_layer=lambda sizes, up, down: [
-        (sizes, config, down) for config in chosen_for_any("down_backward_act", sizes.d, sizes.n)
+        (sizes, config, down) for config in chosen_for_any("down_backward_act", sizes.d, sizes.n, down.element)
     ],
     tiles=lambda sizes: chosen("down_backward_act", sizes.rows, sizes.E, sizes.d, sizes.n),
     kernel=kernel,

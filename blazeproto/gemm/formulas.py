@@ -15,17 +15,18 @@ import numpy as np
 
 from blazeproto import activations
 from blazeproto.dispatch.structures import Dispatch
+from blazeproto.gemm.e4m3 import in_e4m3
 
 
 class Namespace:
     """Operations on NumPy arrays, for one dispatch. Rows are those in use. torch's have the same names and parameters.
 
     stored: ``values`` as a kernel stores them before they are used again, rounded or left as they are; outputs are rounded
-    without it.
+    without it.  blocks: whether `outer` quantizes its operands, in blocks of 128 rows of an expert and 128 columns.
     """
 
-    def __init__(self, dispatch: Dispatch, stored: Callable[[Any], Any]) -> None:
-        self.dispatch, self.stored = dispatch, stored
+    def __init__(self, dispatch: Dispatch, stored: Callable[[Any], Any], *, blocks: bool = False) -> None:
+        self.dispatch, self.stored, self.blocks = dispatch, stored, blocks
         offsets = dispatch.expert_token_offsets
         self.counts = np.diff(offsets)
         self.experts = [slice(*rows) for rows in pairwise(offsets.tolist())]
@@ -67,6 +68,8 @@ class Namespace:
 
     def outer(self, left: Any, right: Any) -> Any:
         """(R, m), (R, k) → (E, m, k): the sum over an expert's rows of left[r]^T right[r]; zeros where it has none."""
+        if self.blocks:
+            left, right = (np.concatenate([in_e4m3(np, v[r], "128x128") for r in self.experts]) for v in (left, right))
         return np.stack([left[r].T @ right[r] for r in self.experts])
 
     def expert_sum(self, values: Any) -> Any:

@@ -15,12 +15,36 @@ from blazeproto.gemm import product
 from blazeproto.gemm.arguments import Arguments, Array, LowRankTerm
 from blazeproto.gemm.combine import slice_widths
 from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.e4m3 import BLOCK, Quantized, blocks
 from blazeproto.gemm.formulas import Namespace
 from blazeproto.gemm.launch import Plan, dense_box
-from blazeproto.gemm.product import BOTH, PACKAGE, PLAIN, SHAPES, Build, Product, Sizes, Variant, tiled_kernel, variants
-from blazeproto.gemm.rows import low_maps, rank_of, rows_plan, words
+from blazeproto.gemm.product import (
+    BOTH,
+    PACKAGE,
+    PLAIN,
+    SHAPES,
+    Build,
+    Product,
+    Sizes,
+    Variant,
+    quantized_kernel,
+    tiled_kernel,
+    variants,
+)
+from blazeproto.gemm.rows import address, element_of, low_maps, rank_of, rows_plan, scales, shape_of, words
 from blazeproto.gemm.specification import Specification, by_tile, low_rank
-from blazeproto.gemm.tiles import BF16, CANDIDATES, FACTOR_ROWS, SLAB, TILES, WIDTHS, TileConfig, tiles_for
+from blazeproto.gemm.tiles import (
+    BF16,
+    CANDIDATES,
+    E4M3,
+    FACTOR_ROWS,
+    SLAB,
+    TILES,
+    WIDTHS,
+    Element,
+    TileConfig,
+    tiles_for,
+)
 from blazeproto.runtime import driver
 from blazeproto.runtime.arrays import columns_within
 
@@ -46,9 +70,11 @@ def _settle(given: Arguments, call: Mapping[str, Any], outputs: tuple[Array, ...
     (out,) = outputs
     transposed = out is _DX_ROWS or call.get("transposed", False)
     width, reduction = given.sizes[out.shape.split()[1]], given.views[out.over].shape[1]
-    count = len(columns_within(call["columns"], width, given.multiple))
-    tile = tiles(call["config"], transposed, count).tile_n
-    whole_rows = not call.get("gather") and count == width == reduction <= tile
+    columns = columns_within(call["columns"], width, given.multiple)
+    if call["quantized"] and (columns.start % BLOCK or (columns.stop % BLOCK and columns.stop != width)):
+        raise ValueError(f"columns: expected whole blocks of {BLOCK} with quantized operands, got {columns}")
+    count, tile = len(columns), tiles(call["config"], transposed, len(columns)).tile_n
+    whole_rows = not (call.get("gather") or call["quantized"]) and count == width == reduction <= tile
     return (replace(out, shape=f"R {count}", over=out.over if whole_rows else ""),)
 
 
@@ -64,6 +90,7 @@ GROUPED_MM = Specification(
     settle=_settle,
 )
 _DOWN = Specification(
+    quantized=True,
     inputs=(Array("down_proj", "E d n"), Array("act", "R n"), Array("bias", "E d", optional=True)),
     outputs=(Array("y", "R d", over="act", tile=by_tile),),
     formula=lambda m, act, down_proj, bias=None, columns=None: formula(m, act, down_proj, bias=bias, columns=columns),
@@ -71,7 +98,8 @@ _DOWN = Specification(
 )
 _DX_ROWS = Array("dx_rows", "R d", over="dh", tile=by_tile)
 _UP = Specification(
-    inputs=(Array("up_proj", "E h d"), Array("dh", "R h")),
+    quantized=True,
+    inputs=(Array("up_proj", "E h d", quantized="E d h"), Array("dh", "R h")),
     outputs=(_DX_ROWS,),
     formula=lambda m, dh, up_proj, columns=None: formula(m, dh, up_proj, transposed=True, columns=columns),
     settle=_settle,
@@ -124,7 +152,8 @@ def down_forward(
 ) -> Any:
     """y = act W_down^T (+ bias). MoEBlaze Algorithm 1, line 10; SonicMoE Algorithm 2.
 
-    act (R, n), down_proj (E, d, n), bias (E, d) or None, all bf16, and a dispatch of E experts → y (R, d) bf16.
+    act (R, n), down_proj (E, d, n), bias (E, d) or None, all bf16, and a dispatch of E experts → y (R, d) bf16. Or act and
+    down_proj `Quantized`, columns in multiples of 128, no bias.
 
     columns: as `grouped_mm`. y may be act itself where d = n is at most a tile's width (``config.tile_n``).
 
@@ -147,14 +176,15 @@ def up_backward_act(
 ) -> Any:
     """dx_rows = dh W_up. MoEBlaze Algorithm 1, line 30; SonicMoE Algorithm 5.
 
-    dh (R, G n), up_proj (E, G n, d), both bf16, and a dispatch of E experts → dx_rows (R, d) bf16.
+    dh (R, G n), up_proj (E, G n, d), both bf16, and a dispatch of E experts → dx_rows (R, d) bf16. Or both `Quantized`, up_proj
+    being the transpose (E, d, G n), columns in multiples of 128.
 
     columns: as `grouped_mm`. `combine` sums a token's rows to dX.
 
     config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
     given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
-    return _checked_launch(_UP, locals(), transposed=True)
+    return _checked_launch(_UP, locals(), name="up_backward_act", transposed=not isinstance(up_proj, Quantized))
 
 
 def _checked_launch(spec: Specification, call: Mapping[str, Any], **options: Any) -> Any:
@@ -173,9 +203,9 @@ def _checked_launch(spec: Specification, call: Mapping[str, Any], **options: Any
 # --- Kernels ---------------------------------------------------------------------------------------------------------------
 
 
-def tiles(config: TileConfig | None, transposed: bool, columns: int) -> TileConfig:
+def tiles(config: TileConfig | None, transposed: bool, columns: int, element: Element = BF16) -> TileConfig:
     """``config``, or else the table's for so many columns."""
-    return config or tiles_for(name_of(transposed), columns)
+    return config or tiles_for(name_of(transposed), columns, element)
 
 
 def name_of(transposed: bool) -> str:
@@ -189,7 +219,11 @@ def of_dx(up: Variant) -> Variant:
 
 
 def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
-    """variant: gather, transposed, bias, fused, scores, rank."""
+    """variant: gather, transposed, bias, fused, scores, rank, element."""
+    if variant.element is E4M3:
+        return quantized_kernel(
+            "linear.cu", "linear", config, build, {"FUSED_COMBINE": 0}, gather=False, arch=variant.arch
+        )
     return tiled_kernel(
         "linear.cu",
         "linear",
@@ -203,6 +237,7 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
         HAS_BIAS=variant.bias,
         FUSED_COMBINE=variant.fused * (1 if variant.scores else 2),
         low_rank=variant.low_rank,
+        arch=variant.arch,
     )
 
 
@@ -215,7 +250,7 @@ def plan(
     config: TileConfig,
     build: Build,
 ) -> Plan:
-    out = None if variant.fused else dense_box((columns, where[0]), (SLAB, SLAB), variant.outputs)
+    out = None if variant.fused else dense_box((columns, where[0]), (SLAB, SLAB))
     made = kernel(config, variant, build)
     return rows_plan(made, config, where, shape, variant, mn_major=variant.transposed, columns=columns, out0=out)
 
@@ -232,27 +267,34 @@ def launch(
     low: LowRankTerm | None = None,
     out: Any,
     config: TileConfig | None = None,
+    name: str = "",
 ) -> None:
-    """`grouped_mm` of arrays that have been checked. columns: those of the output to make, default all.  low: added to them."""
+    """`grouped_mm` of arrays that have been checked, or of quantized ones. columns: those of the output to make, default all.
+    low: added to them.  name: of the product, where its weights do not say which it is."""
     if not at.num_rows:
         return
-    _, outer, inner = shape = weights.shape
+    _, outer, inner = shape = shape_of(weights)
     first, count = (0, inner if transposed else outer) if columns is None else (columns.start, len(columns))
-    config = tiles(config, transposed, count)
-    variant = Variant(gather, transposed, bias is not None, rank=rank_of(low))
-    made = plan(at.where, shape, count, variant, config, product.build_of(name_of(transposed)))
-    a_at, out_at = a.data_ptr(), out.data_ptr()
-    weights_at = weights.data_ptr() + BF16.bytes * first * (1 if transposed else inner)
-    maps = (weights_at, out_at) if gather else (a_at, weights_at, out_at)
+    element = element_of(a)
+    config = tiles(config, transposed, count, element)
+    variant = Variant(gather, transposed, bias is not None, rank=rank_of(low), element=element)
+    made = plan(at.where, shape, count, variant, config, product.build_of(name or name_of(transposed)))
+    a_at, out_at = address(a), out.data_ptr()
+    weights_at = address(weights) + element.bits // 8 * first * (1 if transposed else inner)
+    maps: tuple[int, ...] = (weights_at, out_at) if gather else (a_at, weights_at, out_at)
     maps += low_maps(low, first * (1 if transposed else rank_of(low)))
     addresses = words(at, config=config, source=a_at if gather else 0, out0=out_at, bias=bias, first_column=first)
+    addresses += scales(a, weights, None, None, None, first=first // BLOCK * blocks(inner))
     driver.launch(*made.fill(maps, addresses), at.stream)
 
 
 def _in_layer(sizes: Sizes, variant: Variant) -> list[tuple[Sizes, TileConfig, Variant]]:
     """With tiles for every slice of columns (combine.py) that a layer may make."""
     widths, name = slice_widths(sizes.d), name_of(variant.transposed)
-    return [(sizes, config, variant) for config in dict.fromkeys(tiles_for(name, width) for width in widths)]
+    return [
+        (sizes, config, variant)
+        for config in dict.fromkeys(tiles_for(name, width, variant.element) for width in widths)
+    ]
 
 
 DOWN_FORWARD = Product(
@@ -266,6 +308,7 @@ DOWN_FORWARD = Product(
             *every(CANDIDATES["up_backward_act"], variants(transposed=[True], bias=[True])),
             *every([None], variants(transposed=BOTH, rank=(16, 32, 48, 64))),
             *every([FACTOR_ROWS], variants(gather=BOTH, transposed=BOTH)),
+            (None, Variant(element=E4M3)),
         )
     ],
     in_layer=lambda sizes, up, down: [] if down.fused else _in_layer(sizes, down),
@@ -279,7 +322,11 @@ UP_BACKWARD_ACT = Product(
     up_backward_act,
     _UP,
     kernels=lambda: [
-        kernel(*call) for call in every(CANDIDATES["up_backward_act"], variants(gather=BOTH, transposed=[True]))
+        kernel(*call)
+        for call in (
+            *every(CANDIDATES["up_backward_act"], variants(gather=BOTH, transposed=[True])),
+            (None, Variant(element=E4M3)),
+        )
     ],
     in_layer=lambda sizes, up, down: [] if up.fused else _in_layer(sizes, of_dx(up)),
     tiles=lambda sizes: tiles_for("up_backward_act", sizes.d),

@@ -15,9 +15,13 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from blazeproto.gemm.arguments import Array
 from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.e4m3 import scales_shape
+from blazeproto.gemm.recipe import RECIPES, name_of
 from blazeproto.gemm.specification import Specification
-from blazeproto.gemm.tiles import BF16, BK, DEVICE_CONSTANTS, SMEM_LIMIT, WARPGROUP, Element, TileConfig
+from blazeproto.gemm.tiles import BF16, BK, DEVICE_CONSTANTS, E4M3, QUANTIZED, WARPGROUP, Element, TileConfig
+from blazeproto.runtime.arch import HOPPER, Arch
 from blazeproto.runtime.arrays import ITEM_BYTES
 
 SHAPES = 1024  # whose plans are kept, of each product
@@ -42,7 +46,7 @@ class Variant(NamedTuple):
     bias: added.  activation: a name of `blazeproto.activations`.  rank: of low-rank factors, a multiple of 8, or 0.
     fused: a token's experts are summed in the product.  f32: into fp32.  scores: rows are weighed.
     dense_transposed, out_transposed: how a block-sparse product's dense operand and its output lie.
-    inputs, outputs: what the operands are made of, and what is stored.
+    element: the type of the operands that may be quantized.  arch: the architecture.
     """
 
     gather: bool = False
@@ -55,13 +59,13 @@ class Variant(NamedTuple):
     scores: bool = False
     dense_transposed: bool = False
     out_transposed: bool = False
-    inputs: Element = BF16
-    outputs: Element = BF16
+    element: Element = BF16
+    arch: Arch = HOPPER
 
     @property
     def low_rank(self) -> int:
         """LOW_RANK of a kernel: the wgmma in the last of the stages that the factors take; in full stages all."""
-        return min(-(-self.rank // self.inputs.k), BK // self.inputs.k)
+        return min(-(-self.rank // self.element.k), BK // self.element.k)
 
 
 class Build(NamedTuple):
@@ -159,7 +163,7 @@ class Product:
     in_layer: ``in_layer(sizes, up, down)``: with which sizes, tiles and variants a layer calls it, whatever its number of tokens,
     whose up and down projections are such variants; None: no layer calls it.
     tiles: those that a call of these sizes takes.  variant: its own, but for what a caller asks for.
-    options: the fields of `Variant` that a caller may ask for.
+    options: the fields of `Variant` that a caller may ask for; of quantized operands the activation alone.
     phases: "forward", "backward": where every layer has it, in the order of the registry.
     fixed_order: whether every run gives the same bits.
     """
@@ -176,6 +180,18 @@ class Product:
     options: tuple[str, ...] = ()
     phases: tuple[str, ...] = ()
     fixed_order: bool = True
+
+    @property
+    def elements(self) -> tuple[Element, ...]:
+        """The types of operands that it takes."""
+        return (BF16, E4M3) if self.spec.quantized else (BF16,)
+
+    def element_of(self, precision: Any) -> Element:
+        """The type of operands for a ``precision``. ValueError for one that the product, or nothing, runs in."""
+        element = RECIPES[name_of(precision)].element
+        if element not in self.elements:
+            raise ValueError(f"precision: expected 'bf16' for {self.name}, got {precision!r}")
+        return element
 
     def for_layer(self, sizes: Sizes, up: Variant, down: Variant) -> list[Kernel]:
         """The kernels that a layer of these ``sizes`` launches, with the sources that are `edited`.  up, down: variants of its
@@ -195,16 +211,29 @@ class Product:
         matrices = [shape[1:] for _, shape in self._counted() if len(shape) == 3]
         return sum(2.0 * sizes.rows * prod(sizes.letters[letter] for letter in matrix) for matrix in matrices)
 
-    def least_bytes(self, sizes: Sizes) -> float:
-        """With these ``sizes``: every input read once and every output written once, without those that are optional."""
-        arrays = sum(itemsize * prod(sizes.letters[letter] for letter in shape) for itemsize, shape in self._counted())
-        return arrays + PAIR_BYTES * sizes.rows * len(self.spec.by_pair)
+    def least_bytes(self, sizes: Sizes, element: Element = BF16) -> float:
+        """With these ``sizes``: every input read once and every output written once, without those that are optional.
+        element: of the operands; quantized ones have scales."""
+        total = PAIR_BYTES * sizes.rows * len(self.spec.by_pair)
+        for array, letters in self._counted():
+            shape = tuple(sizes.letters[letter] for letter in letters)
+            if array.scale and element.scales:
+                total += element.bits // 8 * prod(shape) + ITEM_BYTES["float32"] * prod(
+                    scales_shape(array.scale, shape)
+                )
+            else:
+                total += ITEM_BYTES[array.dtype] * prod(shape)
+        return float(total)
 
-    def _counted(self) -> Iterator[tuple[int, list[str]]]:
-        """Bytes of an element, and letters, of the arrays that count."""
+    def tiles_of(self, sizes: Sizes, element: Element = BF16) -> TileConfig | None:
+        """The tiles that a call of these sizes takes, None where it is not made of tiles."""
+        return QUANTIZED if element.scales else self.tiles(sizes) if self.tiles else None
+
+    def _counted(self) -> Iterator[tuple[Array, list[str]]]:
+        """The arrays that count, and the letters of their shapes."""
         for array in (*self.spec.inputs, *self.spec.outputs):
             if array.counts:
-                yield ITEM_BYTES[array.dtype], array.shape.split()
+                yield array, array.shape.split()
 
 
 @cache
@@ -220,6 +249,7 @@ def tiled_kernel(
     epilogue_warpgroups: int = 0,
     epilogue_registers: int = 40,
     low_rank: int = 0,
+    arch: Arch = HOPPER,
     **macros: int | str,
 ) -> Kernel:
     """A kernel on top of mainloop.cuh: the same object for the same arguments.
@@ -252,8 +282,26 @@ def tiled_kernel(
         "LOW_RANK": low_rank,
         **macros,
         **({"FEW_ROWS": True} if config.few_rows else {}),
+        "SMEM_LIMIT": arch.smem_limit,
         **DEVICE_CONSTANTS,
     }
     threads, start_registers = (4 * WARPGROUP, 128) if epilogue_warpgroups else (3 * WARPGROUP, None)
     options = tuple(f"-D{macro}" for macro in build.debug)
-    return Kernel(file, entry, macros, SMEM_LIMIT, threads, start_registers, options, build.sources)
+    return Kernel(file, entry, macros, arch.smem_limit, threads, start_registers, options, build.sources, arch)
+
+
+def quantized_kernel(
+    file: str,
+    entry: str,
+    config: TileConfig | None,
+    build: Build,
+    macros: Mapping[str, int | str],
+    *,
+    gather: bool = True,
+    arch: Arch = HOPPER,
+) -> Kernel:
+    """`tiled_kernel` of quantized operands. gather: whether it takes tokens, and quantizes the rows that it makes; else it takes
+    operands in blocks."""
+    options = {"B_MN": 0, "HAS_BIAS": 0, "FP8": 1, "GATHER": gather, "BLOCK_SCALES": not gather, "PAIRED_ROWS": gather}
+    of, every_macro = config or QUANTIZED, {**options, **macros}
+    return tiled_kernel(file, entry, of, build, tails=gather, widths=(256,), arch=arch, **every_macro)  # type: ignore[arg-type]

@@ -1,11 +1,13 @@
 """What ``precision=`` names: which products have fp8 operands, of which elements, and what shares a scale.
 
 This is the table: `Options` takes what is in it, docs/fp8.md prints it. The torch backend reads the operands that are tokens or
-weights; rows and the kernels are as it says (`blazeproto.autograd.fp8_backend`, `blazeproto.gemm.fp8`).
+weights; rows and the kernels are as it says (`blazeproto.autograd.fp8_backend`).
 """
 
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
+
+from blazeproto.gemm.tiles import BF16, ELEMENTS, Element
 
 PRODUCTS = ("up", "down", "dH", "dX", "dW_down", "dW_up")
 
@@ -47,6 +49,16 @@ class Recipe:
     )
     products: tuple[str, ...] = PRODUCTS
 
+    @property
+    def element(self) -> Element:
+        """That of the operands by rows."""
+        return ELEMENTS[self.x.element] if self.products else BF16
+
+    def operand(self, name: str) -> Operand | None:
+        """What an array of a product is, by its name there; None for one that stays bf16."""
+        found = getattr(self, "weights" if name in ("up_proj", "down_proj") else name, None) if self.products else None
+        return found if isinstance(found, Operand) else None
+
 
 RECIPES = {"bf16": Recipe(products=()), "fp8": Recipe()}
 FP8 = RECIPES["fp8"]
@@ -55,7 +67,8 @@ FP8 = RECIPES["fp8"]
 def name_of(precision: Any) -> str:
     """The name of a recipe; of a name, itself. ValueError for what can't run: the argument or its field, what was expected, what
     came."""
-    names = [name for name, recipe in RECIPES.items() if precision in (name, recipe)]
+    is_one = isinstance(precision, str | Recipe)  # an array is equal to none
+    names = [name for name, recipe in RECIPES.items() if is_one and precision in (name, recipe)]
     if names:
         return names[0]
     if type(precision) is not Recipe:

@@ -4,21 +4,23 @@ from pathlib import Path
 from typing import Any
 
 from blazeproto.activations import activation_named
-from blazeproto.gemm import fp8, logits, quantize
+from blazeproto.gemm import logits, quantize
 from blazeproto.gemm.combine import COMBINE
 from blazeproto.gemm.compile import Kernel, compile_many
 from blazeproto.gemm.down_backward import DOWN_BACKWARD_ACT
 from blazeproto.gemm.dsd import DDS, DSD
+from blazeproto.gemm.e4m3 import BLOCK
 from blazeproto.gemm.fused import DOWN_FORWARD_FUSED, UP_BACKWARD_ACT_FUSED
 from blazeproto.gemm.linear import DOWN_FORWARD, GROUPED_MM, UP_BACKWARD_ACT, grouped_mm
-from blazeproto.gemm.product import Build, Sizes, Variant
-from blazeproto.gemm.recipe import Recipe, name_of
+from blazeproto.gemm.product import BOTH, Build, Sizes, Variant, variants
+from blazeproto.gemm.recipe import RECIPES, Recipe, name_of
 from blazeproto.gemm.reduce import BIAS_SCORE_GRAD, EXPERT_ROW_SUM
 from blazeproto.gemm.sdd import SDD
-from blazeproto.gemm.tiles import BF16, CANDIDATES, CHUNK, MAX_EXPERTS, TileConfig
+from blazeproto.gemm.tiles import BF16, CANDIDATES, CHUNK, E4M3, MAX_EXPERTS, QUANTIZED_CANDIDATES, TileConfig
 from blazeproto.gemm.up import UP_FORWARD
 from blazeproto.gemm.weight import DOWN_BACKWARD_WEIGHT, UP_BACKWARD_WEIGHT
-from blazeproto.runtime import checks
+from blazeproto.runtime import checks, optional
+from blazeproto.runtime.arch import arch_of, capability_of
 
 PRODUCTS = {
     entry.name: entry
@@ -54,13 +56,15 @@ def kernel_for(
     debug: tuple[str, ...] = (),
     sources: Path | None = None,
     low_rank: int = 0,
+    precision: str | Recipe = "bf16",
     **variant: Any,
 ) -> Kernel:
     """The kernel of a product, by default with the tiles it runs with.
 
     name: of a product that has tiles.  config: its tiles; default: those of `TILES`.
     variant: what the product can be compiled for, of the fields of `blazeproto.gemm.product.Variant`: activation, bias, f32, ...
-    low_rank: wgmma in the last stage of low-rank factors.  debug: further macros (ptx.cuh).  sources: in place of the package's.
+    low_rank: wgmma in the last stage of low-rank factors.  precision: "bf16", or "fp8" for quantized operands.
+    debug: further macros (ptx.cuh).  sources: in place of the package's.
     ValueError for an unknown product, activation or impossible tiles, TypeError for an unknown variant.
     """
     checks.instance("config", config, TileConfig, optional=True)
@@ -72,22 +76,48 @@ def kernel_for(
     checks.one_of("product", name, tuple(kernels))
     if low_rank:
         variant["rank"] = low_rank * BF16.k
-    entry = products[name]
-    if unknown := variant.keys() - {*entry.options}:
-        raise TypeError(f"{name}: expected of {', '.join(entry.options)}, got {', '.join(sorted(unknown))}")
-    return kernels[name](config, entry.variant._replace(**variant), Build(debug, sources))
+    entry, element = products[name], products[name].element_of(precision)
+    options = [each for each in entry.options if not element.scales or each in ("activation", "f32")]
+    if unknown := variant.keys() - {*options}:
+        raise TypeError(f"{name}: expected of {', '.join(options)}, got {', '.join(sorted(unknown))}")
+    return kernels[name](config, entry.variant._replace(**variant, element=element), Build(debug, sources))
 
 
-def candidates(name: str) -> list[TileConfig]:
-    """Tile configurations worth timing for the product called ``name``. ValueError for one that has no tiles."""
+def candidates(name: str, precision: str | Recipe = "bf16") -> list[TileConfig]:
+    """Tile configurations worth timing for the product called ``name``. ValueError for one that has no tiles.
+    precision: as for `kernel_for`."""
     checks.one_of("product", name, tuple(CANDIDATES))
-    return list(CANDIDATES[name])
+    return list(QUANTIZED_CANDIDATES if RECIPES[name_of(precision)].element.scales else CANDIDATES[name])
+
+
+def kernels_by_use() -> dict[Kernel, str]:
+    """Every kernel that the layers of tests and benchmarks reach, and every candidate of the tuner, once; not yet compiled. By
+    kernel the first product that has it, or what else it is for."""
+    of_products = {name: entry.kernels() for name, entry in (PRODUCTS | BLOCK_PRODUCTS).items()}
+    uses = of_products | {"router's logits": logits.kernels(), "quantize": quantize.kernels()}
+    found: dict[Kernel, str] = {}
+    for name, kernels in uses.items():
+        for kernel in kernels:
+            found.setdefault(kernel, name)
+    return found
 
 
 def all_kernels() -> list[Kernel]:
-    """Every kernel that the layers of tests and benchmarks reach, and every candidate of the tuner, once; not yet compiled."""
-    of_products = (kernel for entry in (PRODUCTS | BLOCK_PRODUCTS).values() for kernel in entry.kernels())
-    return list(dict.fromkeys((*of_products, *logits.kernels(), *quantize.kernels(), *fp8.kernels())))
+    """Those of `kernels_by_use`."""
+    return list(kernels_by_use())
+
+
+def quantized_kernels(activation: str = "swiglu") -> list[Kernel]:
+    """Those of the products that a layer of quantized operands launches."""
+    every = variants(activation=[activation], element=[E4M3], f32=BOTH)
+    entries = [entry for entry in PRODUCTS.values() if E4M3 in entry.elements]
+    launched = (
+        kernel
+        for entry in entries
+        for each in every
+        for kernel in entry.for_layer(Sizes(0, BLOCK, BLOCK, 1, 1), each, each)
+    )
+    return [*dict.fromkeys(launched)]
 
 
 def prepare(
@@ -117,8 +147,8 @@ def prepare(
     `down_forward` and `combine`.  fused_backward: whether `up_backward_act_fused` runs instead of `up_backward_act` and
     `combine`.  f32_weight_grads: whether weight gradients are fp32 (as they are in chunks).
     transposed: whether the weights are (E, d, G n) and (E, n, d), as in gpt-oss.
-    precision: as in `moe_mlp`; "fp8": its kernels too (`blazeproto.gemm.fp8`).
-    device: CUDA ordinal; default: CuPy's current device if that is of compute capability 9.0, else nothing is loaded.
+    precision: as in `moe_mlp`; "fp8": the kernels of quantized operands too.
+    device: CUDA ordinal; default: CuPy's current device if that runs the kernels, else nothing is loaded.
     jobs: compilers that run at a time, in processes of their own; default: one a core.
 
     Returns the kernels. ValueError for a layer that the products don't take; CompileError if the compiler refuses.
@@ -141,22 +171,20 @@ def prepare(
     up = Variant(False, transposed, up_bias, activation, fused=fused_backward, f32=f32_weight_grads)
     down = up._replace(bias=down_bias, fused=fused)
     wanted = dict.fromkeys(kernel for entry in PRODUCTS.values() for kernel in entry.for_layer(sizes, up, down))
-    if name_of(precision) != "bf16":
-        wanted |= dict.fromkeys((*quantize.kernels(), *fp8.kernels(activation)))
+    if RECIPES[name_of(precision)].element.scales:
+        wanted |= dict.fromkeys((*quantize.kernels(), *quantized_kernels(activation)))
     made = compile_many(wanted, jobs)
-    device = _hopper_device() if device is None else device
+    device = _current_device() if device is None else device
     if device is not None:
         for kernel in made:
             kernel.handle(device)
     return made
 
 
-def _hopper_device() -> int | None:
+def _current_device() -> int | None:
     """CuPy's current device, None where there is none that runs the kernels."""
     try:
-        import cupy
-
-        device = int(cupy.cuda.runtime.getDevice())
-        return device if cupy.cuda.Device(device).compute_capability == "90" else None
+        device = int(optional.cupy().cuda.runtime.getDevice())
+        return device if arch_of(capability_of(device)) else None
     except (ImportError, RuntimeError):  # no CuPy, no driver, no GPU
         return None

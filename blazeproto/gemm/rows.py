@@ -6,9 +6,10 @@ from blazeproto.dispatch.structures import Addresses
 from blazeproto.gemm import tickets
 from blazeproto.gemm.arguments import LowRankTerm
 from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.e4m3 import Quantized
 from blazeproto.gemm.launch import Box, Params, Plan, dense_box, persistent_grid
 from blazeproto.gemm.product import Variant
-from blazeproto.gemm.tiles import BF16, BK, BM, SLAB, Element, TileConfig
+from blazeproto.gemm.tiles import BF16, BK, BM, E4M3, SLAB, Element, TileConfig
 
 ROWS_PARAMS = Params(
     "RowsParams",
@@ -29,10 +30,8 @@ ROWS_PARAMS = Params(
     ),
     numbers=("rows", "experts", "reduction", "columns", "bias_stride", "rank"),
 )
-FP8_ROWS_PARAMS = ROWS_PARAMS._replace(
-    words=(*ROWS_PARAMS.words, "a_scales", "b_scales", "h_scales", "out0_scales", "out1_scales")
-)
-"""Of kernels with FP8."""
+SCALES = ("a_scales", "b_scales", "h_scales", "out0_scales", "out1_scales")
+QUANTIZED_ROWS_PARAMS = ROWS_PARAMS._replace(words=(*ROWS_PARAMS.words, *SCALES))
 
 
 def rows_plan(
@@ -49,15 +48,15 @@ def rows_plan(
     out0: Box | None = None,
     out1: Box | None = None,
     biased: bool = True,
-    params: Params = ROWS_PARAMS,
-    paired: bool = False,
 ) -> Plan:
     """where: (rows, experts, device), as `Addresses` has it.  shape: of the weights, (E, m, reduction), or with ``mn_major``
     (E, reduction, m).  columns: of the output, for each of its ``halves``, 2 where gate and up lie apart.
-    biased: whether a kernel of this kind may add a bias (E, m).  paired: whether it has PAIRED_ROWS (cuda/fp8.cuh)."""
+    biased: whether a kernel of this kind may add a bias (E, m)."""
     num_rows, num_experts, device = where
+    rank, element = variant.rank, variant.element
+    shape = (*shape[:2], shape[2] // element.packing)
     width, reduction = shape[:0:-1] if mn_major else shape[1:]
-    rank, element = variant.rank, variant.inputs
+    paired = element.packing == 2 and variant.gather  # PAIRED_ROWS (cuda/fp8.cuh)
     factor = (shape[0], rank, width) if mn_major else (shape[0], width, rank)
     tile_columns = config.tile_n // halves
     if config.tickets:
@@ -65,7 +64,7 @@ def rows_plan(
     blocks_at_most = num_rows // BM + min(num_experts, num_rows)
     maps = (
         None if variant.gather else dense_box((reduction, num_rows), (BK, BM), element),
-        _paired_box(shape, tile_columns, halves)
+        _paired_box(shape, tile_columns, halves, element)
         if paired
         else _weight_box(shape, columns, tile_columns, mn_major, halves, element, config.cluster),
         h,
@@ -76,6 +75,7 @@ def rows_plan(
     )
     numbers = (num_rows, num_experts, reduction, columns, width if biased else 0, rank)
     grid = persistent_grid(device, config.cluster, blocks_at_most * -(-columns // tile_columns))
+    params = QUANTIZED_ROWS_PARAMS if element.scales else ROWS_PARAMS
     return Plan(kernel, params, maps, numbers, grid=grid, device=device)
 
 
@@ -102,12 +102,12 @@ def _weight_box(
     return Box((columns, outer, halves, experts), (matrix, half, expert), (SLAB, BK, 1, 1), element)
 
 
-def _paired_box(shape: tuple[int, int, int], tile_columns: int, halves: int) -> Box:
+def _paired_box(shape: tuple[int, int, int], tile_columns: int, halves: int, element: Element) -> Box:
     """Weights (E, m, k), k counting pairs of fp8: of each 16 rows the even ones, then the odd ones; of each half its own."""
     experts, rows, k = shape
-    columns, row = rows // halves, BF16.bytes * k
+    columns, row = rows // halves, element.bytes * k
     strides = (2 * row, row, 16 * row, columns * row)
-    return Box((k, 8, 2, columns // 16, experts * halves), strides, (BK, 8, 2, tile_columns // 16, halves))
+    return Box((k, 8, 2, columns // 16, experts * halves), strides, (BK, 8, 2, tile_columns // 16, halves), element)
 
 
 def h_box(columns: int, halves: int, num_rows: int, box: tuple[int, int, int], element: Element) -> Box:
@@ -135,6 +135,29 @@ def words(
     bias_at = 0 if bias is None else bias.data_ptr() + BF16.bytes * first_column
     counter = tickets.counters(at.device).take(at.stream) if config.tickets else 0
     return (source, *at.pair_to_token, at.expert_token_offsets, out0, out1, bias_at, scores, sums, counter)
+
+
+def element_of(operand: Any) -> Element:
+    """The type of an operand's numbers."""
+    return E4M3 if isinstance(operand, Quantized) else BF16
+
+
+def address(operand: Any) -> int:
+    """Where an operand's numbers lie."""
+    return (operand.values if isinstance(operand, Quantized) else operand).data_ptr()  # type: ignore[no-any-return]
+
+
+def shape_of(operand: Any) -> tuple[int, ...]:
+    """The shape of an operand's numbers."""
+    return (operand.values if isinstance(operand, Quantized) else operand).shape  # type: ignore[no-any-return]
+
+
+def scales(*operands: Any, first: int = 0) -> tuple[int, ...]:
+    """Where the scales of `SCALES`' arrays lie, 0 for one that has none; () where the first, A, has none. first: of B's."""
+    if not isinstance(operands[0], Quantized):
+        return ()
+    found = [each.scales.data_ptr() if isinstance(each, Quantized) else 0 for each in operands]
+    return (found[0], found[1] + 4 * first, *found[2:])
 
 
 def rank_of(low: LowRankTerm | None) -> int:

@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar
 
+import numpy as np
+
 from blazeproto.activations import activation_named
 from blazeproto.gemm.arguments import LOW, Arguments, Array, TwinArguments, low_arrays
+from blazeproto.gemm.e4m3 import Quantized, from_e4m3, to_e4m3
 from blazeproto.gemm.formulas import Namespace
-from blazeproto.gemm.tiles import BM, TileConfig
+from blazeproto.gemm.tiles import BF16, BM, E4M3, Element, TileConfig
 from blazeproto.runtime.libraries import any_library
 from blazeproto.runtime.rounding import to_bfloat16
 
@@ -40,8 +43,9 @@ class Specification:
     formula: ``formula(m, **arrays and options of the call)``, m a `blazeproto.gemm.formulas.Namespace`: the outputs, or the one
     output; what is added, where an output is added to.
     settle: ``settle(given, call, outputs)`` gives the outputs that are left to check, where ``columns`` changes them.
-    workspace: lengths of the fp32 workspace, by letters and tiles; () for none.
+    workspace: lengths of the fp32 workspace, by letters and tiles; () for none, as where "quantized" is among them.
     by_pair: what else of four bytes a pair a call reads that is bound by memory: lists of a dispatch, what is added to.
+    quantized: whether the arrays that `blazeproto.gemm.recipe.FP8` names may be `Quantized`, all of them or none.
     """
 
     inputs: tuple[Array, ...]
@@ -50,6 +54,30 @@ class Specification:
     settle: Callable[[Arguments, Mapping[str, Any], tuple[Array, ...]], tuple[Array, ...]] | None = None
     workspace: Callable[[Mapping[str, int], TileConfig | None], tuple[int, ...]] | None = None
     by_pair: tuple[str, ...] = ()
+    quantized: bool = False
+
+    def element(self, call: Mapping[str, Any]) -> Element:
+        """The type of a call's operands. TypeError where some are quantized and others not, ValueError for options that quantized
+        ones have not."""
+        given = {array.name: call[array.name] for array in self.inputs if array.scale and array.name in call}
+        by_kind = {name: isinstance(value, Quantized) for name, value in given.items()}
+        if not any(by_kind.values()) or not self.quantized:
+            return BF16
+        for array in (*self.inputs, *self.outputs):
+            value = call.get(array.name)
+            made = array in self.outputs and value is None
+            if array.scale and not (made or isinstance(value, Quantized)):
+                raise TypeError(
+                    f"{array.name}: expected a Quantized, as other operands are, got {type(value).__name__}"
+                )
+        for name in ("bias", "low", "transposed"):
+            if call.get(name) is not None and call[name] is not False:
+                raise ValueError(f"{name}: expected none with quantized operands, got {call[name]!r}")
+        activation = activation_named(call.get("activation", "swiglu"))
+        if activation.halves != 2 or activation.alternating:
+            expected = "one whose gate and up are halves of H, with quantized operands"
+            raise ValueError(f"activation: expected {expected}, got {call['activation']!r}")
+        return E4M3
 
     def public(self, function: F) -> F:
         """Decorates the public function of device arrays, so that it takes those of any library, in host memory by the twin."""
@@ -60,14 +88,16 @@ class Specification:
         given = kind(call["dispatch"], call["stream"], call.get("config"))
         if "activation" in call:
             given.halves = activation_named(call["activation"]).halves
+        quantized = self.element(call) is not BF16
+        call = {**call, "quantized": quantized}
         arrays = {**call, **low_arrays(call.get("low"))}
         for array in self.inputs:
             if array.name in arrays:
                 given.read(array, arrays[array.name], array.shape_in(call))
         for array in self.settle(given, call, self.outputs) if self.settle else self.outputs:
-            given.write(array, arrays[array.name], accumulate=call.get("accumulate", False))
+            given.write(array, arrays[array.name], accumulate=call.get("accumulate", False), quantized=quantized)
         if self.workspace is not None and kind is Arguments:
-            lengths = self.workspace(given.sizes, call.get("config"))
+            lengths = self.workspace(given.sizes | {"quantized": quantized}, call.get("config"))
             if lengths or call["workspace"] is not None:
                 given.write(Array("workspace", " ".join(map(str, lengths or (0,))), "float32"), call["workspace"])
         return given
@@ -98,12 +128,18 @@ class Specification:
             call = bound.arguments
             given = self.check(call, TwinArguments)
             given.lists()
-            m = Namespace(call["dispatch"], to_bfloat16 if round_to else lambda values: values)
+            quantized = self.element(call) is not BF16
+            rounded: Any = to_bfloat16 if round_to else lambda values: values
+            m = Namespace(call["dispatch"], rounded, blocks=quantized)
             in_use = len(m.pairs)
             taken = dict(call)
             for array in self.inputs:
-                if array.shape_in(call)[0] == "R" and call.get(array.name) is not None:
-                    taken[array.name] = call[array.name][:in_use]
+                value = call.get(array.name)
+                if isinstance(value, Quantized):
+                    value = from_e4m3(np, value, array.scale)
+                    taken[array.name] = value = value.swapaxes(1, 2) if array.quantized else value
+                if array.shape_in(call)[0] == "R" and value is not None:
+                    taken[array.name] = value[:in_use]
             if call.get("low") is not None:
                 taken["low"] = (call["low"][0][:in_use], call["low"][1])
             values = self.formula(m, **{name: taken[name] for name in names if name in taken})
@@ -116,6 +152,10 @@ class Specification:
 
     def _store(self, array: Array, value: Any, out: Any, call: Mapping[str, Any], m: Namespace) -> None:
         """A value of the formula in its output, rounded unless that stands for an fp32 one."""
+        if isinstance(out, Quantized):
+            made = to_e4m3(np, m.stored(value), array.scale)
+            out.values[: len(m.pairs)], out.scales[:, : len(m.pairs)] = made.values, made.scales
+            return
         out = out[: len(m.pairs)] if array.index == "row" else out.reshape(-1) if array.index == "pair" else out
         if out.shape != value.shape:  # some columns of a wider output
             out = out[:, call["columns"].start : call["columns"].stop]

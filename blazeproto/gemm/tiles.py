@@ -9,23 +9,40 @@ from math import log2
 from typing import Any
 
 from blazeproto.gemm.tuned import MEASURED
+from blazeproto.runtime.arch import HOPPER, Arch
 from blazeproto.runtime.shown import Shown
 
 
 @dataclass(frozen=True, eq=False)  # one object a type, so that a launch looks its plan up quickly
 class Element:
-    """A type of numbers: bytes, CUtensorMapDataType, its name in PTX, and how many steps of a reduction one wgmma takes of it."""
+    """A type of the numbers that products multiply.
 
-    bytes: int
+    name: in PTX too.  bits: of a number.  packing: numbers that are moved as one.  tma: the CUtensorMapDataType of what is moved.
+    k: steps of a reduction that one wgmma takes.
+    dtypes: of the arrays that hold it.  scales: what may share a scale (e4m3.py); () for numbers without.
+    rate: of operations, over bf16's.
+    """
+
+    name: str
+    bits: int
+    packing: int
     tma: int
-    ptx: str
     k: int
+    dtypes: tuple[str, ...]
+    scales: tuple[str, ...] = ()
+    rate: float = 1.0
+
+    @property
+    def bytes(self) -> int:
+        """What is moved as one."""
+        return self.bits * self.packing // 8
 
 
-BF16 = Element(2, 9, "bf16", 16)
+BF16 = Element("bf16", 16, 1, 9, 16, ("bfloat16",))
+E4M3 = Element("e4m3", 8, 2, 9, 32, ("float8_e4m3fn", "uint8"), ("token", "1x128", "128x128"), 2.0)
+ELEMENTS = {element.name: element for element in (BF16, E4M3)}
 ALIGNMENT = 16  # bytes: what TMA and a thread's loads move at least
 CHUNK = ALIGNMENT // BF16.bytes  # numbers in that many bytes
-SMEM_LIMIT = 227 * 1024  # bytes of dynamic shared memory a CTA may have; the tiled kernels ask for all of it
 WARPGROUP = 128  # threads
 MAX_EXPERTS = 512  # whose row counts fit beside the stages
 GATHERED_ELEMENTS = 2**35  # of a matrix whose rows are gathered, fewer than: gather.cuh counts chunks in 32 bits
@@ -33,7 +50,6 @@ BM, BK = 128, 64  # rows of a tile, reduction steps of a stage
 SLAB = 64  # rows and columns that an epilogue stores at once
 # Stated here alone: the device code has them as macros.
 DEVICE_CONSTANTS = {
-    "SMEM_LIMIT": SMEM_LIMIT,
     "MAX_EXPERTS": MAX_EXPERTS,
     "BM": BM,
     "BK": BK,
@@ -83,7 +99,7 @@ class TileConfig(Shown):
                 raise ValueError(f"{name}: expected one of {', '.join(map(str, allowed))}, got {value!r}")
 
 
-# product -> its tiles, but for what `tuned.py` knows better.
+# Hopper's tiles by product, but for what `tuned.py` knows better.
 PLAIN = {
     "up_forward": TileConfig(),
     "down_forward": TileConfig(),
@@ -92,7 +108,9 @@ PLAIN = {
     "down_backward_weight": TileConfig(cluster=2),
     "up_backward_weight": TileConfig(cluster=2),
 }
-TILES = dict(PLAIN)
+QUANTIZED = TileConfig(deferred=False)  # of quantized operands, whose sums leave no registers for what is deferred
+TILES = HOPPER.tiles
+TILES.update(PLAIN)
 """Launches look here each time: a changed entry holds from the next call on, for layers of any sizes."""
 
 # Products that take narrower tiles where those of the table would leave many columns idle: of 2880 columns, 15 tiles of 192
@@ -101,9 +119,11 @@ NARROW = {"down_forward": 192, "up_backward_act": 192}
 WORTH_NARROWING = 1 / 32  # of all columns that tiles cover
 
 
-def tiles_for(product: str, columns: int) -> TileConfig:
+def tiles_for(product: str, columns: int, element: Element = BF16, arch: Arch = HOPPER) -> TileConfig:
     """Tiles for so many columns of the output."""
-    wide = TILES[product]
+    if element.scales:
+        return QUANTIZED
+    wide: TileConfig = arch.tiles[product]
     narrow = replace(wide, tile_n=NARROW.get(product, wide.tile_n))
     covered, by_narrow = (-(-columns // config.tile_n) * config.tile_n for config in (wide, narrow))
     return narrow if by_narrow <= covered * (1 - WORTH_NARROWING) else wide
@@ -118,16 +138,20 @@ STEPS = 4  # an octave of an expert's rows has, in the table's eyes
 FEW, MANY = -8, 20  # octaves of rows: with fewer the table is read as with 2^FEW, with more as with 2^MANY
 
 
-def chosen(product: str, num_rows: int, num_experts: int, d: int, n: int) -> TileConfig:
-    """The tiles of up_forward or down_backward_act: those of the nearest measured layer, or what was put into `TILES`."""
-    config, octaves = TILES[product], log2(max(num_rows, 1) / num_experts)
+def chosen(
+    product: str, num_rows: int, num_experts: int, d: int, n: int, element: Element = BF16, arch: Arch = HOPPER
+) -> TileConfig:
+    """The tiles of up_forward or down_backward_act: those of the nearest measured layer, or what was put into ``arch.tiles``."""
+    if element.scales:
+        return QUANTIZED
+    config, octaves = arch.tiles[product], log2(max(num_rows, 1) / num_experts)
     if config is not PLAIN[product]:
         return config
-    return _nearest(product, round(STEPS * min(max(octaves, FEW), MANY)), d, n)
+    return _nearest(product, round(STEPS * min(max(octaves, FEW), MANY)), d, n, arch.name)
 
 
 @cache
-def _nearest(product: str, step: int, d: int, n: int) -> TileConfig:
+def _nearest(product: str, step: int, d: int, n: int, arch: str) -> TileConfig:
     """By ratios: of rows an expert, which are 2^(step / STEPS), of d and of n."""
 
     def distance(layer: tuple[float, int, int]) -> float:
@@ -135,15 +159,16 @@ def _nearest(product: str, step: int, d: int, n: int) -> TileConfig:
         ratios = (log2(of / this) for of, this in zip(widths, (max(d, 1), max(n, 1)), strict=True))
         return (log2(rows) - step / STEPS) ** 2 + sum(ratio**2 for ratio in ratios)
 
-    layers = MEASURED[product]
+    layers = MEASURED[arch][product]
     return replace(PLAIN[product], **layers[min(layers, key=distance)])
 
 
-def chosen_for_any(product: str, d: int, n: int) -> list[TileConfig]:
+def chosen_for_any(product: str, d: int, n: int, element: Element = BF16, arch: Arch = HOPPER) -> list[TileConfig]:
     """Every tiles that `chosen` may give, whatever the number of rows."""
-    if TILES[product] is not PLAIN[product]:
-        return [TILES[product]]
-    return [*dict.fromkeys(_nearest(product, step, d, n) for step in range(STEPS * FEW, STEPS * MANY + 1))]
+    if element.scales or arch.tiles[product] is not PLAIN[product]:
+        return [QUANTIZED if element.scales else arch.tiles[product]]
+    steps = range(STEPS * FEW, STEPS * MANY + 1)
+    return [*dict.fromkeys(_nearest(product, step, d, n, arch.name) for step in steps)]
 
 
 # What checks force, one after the other: the table's choice, and each of those that it may make.
@@ -193,3 +218,4 @@ CANDIDATES = {
     "down_backward_weight": _WEIGHTS,
     "up_backward_weight": _WEIGHTS,
 }
+QUANTIZED_CANDIDATES = (QUANTIZED,)

@@ -19,12 +19,13 @@ from blazeproto.gemm.product import (
     Build,
     Product,
     Variant,
+    quantized_kernel,
     tiled_kernel,
     variants,
 )
-from blazeproto.gemm.rows import h_box, low_maps, rank_of, rows_plan, words
+from blazeproto.gemm.rows import address, element_of, h_box, low_maps, rank_of, rows_plan, scales, shape_of, words
 from blazeproto.gemm.specification import Specification, low_rank
-from blazeproto.gemm.tiles import BM, CANDIDATES, SLAB, TILES, TileConfig, chosen, chosen_for_any
+from blazeproto.gemm.tiles import BM, CANDIDATES, E4M3, SLAB, TILES, TileConfig, chosen, chosen_for_any
 from blazeproto.runtime import driver
 
 
@@ -48,6 +49,7 @@ def _tile(config: TileConfig, halves: int) -> tuple[int, int]:
 
 
 SPEC = Specification(
+    quantized=True,
     inputs=(
         Array("up_proj", "E h d", transposed="E d h"),
         Array("x", "T d", fetched=True),
@@ -77,7 +79,8 @@ def up_forward(
     """h = x[token] W_up^T (+ bias), act = f(gate) up. MoEBlaze Algorithm 1, lines 3-9; SonicMoE Algorithm 2.
 
     x (T, d), up_proj (E, G n, d), bias (E, G n) or None, all bf16, and a dispatch of E experts → h (R, G n), act (R, n), both
-    bf16.
+    bf16. Or x and up_proj `Quantized` (recipe.py), d a multiple of 16, n of 128, gate and up halves of H, neither bias nor
+    low → h and act likewise.
 
     activation: a name of `blazeproto.activations`; G is 2 where it has a gate, else 1. act is computed from h as stored.
     transposed: up_proj is (E, d, G n), read as it lies.
@@ -91,7 +94,10 @@ def up_forward(
 
 
 def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
-    """variant: activation, transposed, bias, rank."""
+    """variant: activation, transposed, bias, rank, element."""
+    macros = activation_named(variant.activation).macros
+    if variant.element is E4M3:
+        return quantized_kernel("up_fp8.cu", "up_forward_fp8", config, build, macros, arch=variant.arch)
     config = config or TILES["up_forward"]
     return tiled_kernel(
         "up.cu",
@@ -107,7 +113,8 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
         B_MN=variant.transposed,
         HAS_BIAS=variant.bias,
         low_rank=variant.low_rank,
-        **activation_named(variant.activation).macros,
+        arch=variant.arch,
+        **macros,
     )
 
 
@@ -115,9 +122,10 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
 def _plan(
     where: tuple[int, int, int], shape: tuple[int, int, int], variant: Variant, config: TileConfig, build: Build
 ) -> Plan:
-    wanted, element = activation_named(variant.activation), variant.outputs
+    wanted, element = activation_named(variant.activation), variant.element
     halves = 1 if wanted.alternating else wanted.halves  # whose columns lie apart
     width = shape[2 if variant.transposed else 1]
+    moved = width // element.packing
     return rows_plan(
         kernel(config, variant, build),
         config,
@@ -127,8 +135,8 @@ def _plan(
         mn_major=variant.transposed,
         columns=width // halves,
         halves=halves,
-        out0=h_box(width // halves, halves, where[0], (SLAB, SLAB, 1), element),
-        out1=dense_box((width // wanted.halves, where[0]), (SLAB, SLAB), element),
+        out0=h_box(moved // halves, halves, where[0], (SLAB, SLAB, 1), element),
+        out1=dense_box((moved // wanted.halves, where[0]), (SLAB, SLAB), element),
     )
 
 
@@ -145,17 +153,20 @@ def launch(
     act: Any,
     config: TileConfig | None = None,
 ) -> None:
-    """`up_forward` of arrays that have been checked (torch tensors or DeviceArrays).  low: added to h before bias and
-    activation."""
+    """`up_forward` of arrays that have been checked (torch tensors or DeviceArrays, or `Quantized` ones).  low: added to h before
+    bias and activation."""
     if not at.num_rows:
         return
-    config = config or chosen("up_forward", at.num_rows, at.num_experts, x.shape[1], act.shape[1])
-    variant = Variant(True, transposed, bias is not None, activation, rank_of(low))
-    plan = _plan(at.where, up_proj.shape, variant, config, product.build_of("up_forward"))
-    h_at, act_at = h.data_ptr(), act.data_ptr()
+    element = element_of(x)
+    if config is None:
+        config = chosen("up_forward", at.num_rows, at.num_experts, shape_of(x)[1], shape_of(act)[1], element)
+    variant = Variant(True, transposed, bias is not None, activation, rank_of(low), element=element)
+    plan = _plan(at.where, shape_of(up_proj), variant, config, product.build_of("up_forward"))
+    h_at, act_at = address(h), address(act)
     filled = plan.fill(
-        (up_proj.data_ptr(), h_at, act_at, *low_maps(low)),
-        words(at, config=config, source=x.data_ptr(), out0=h_at, out1=act_at, bias=bias),
+        (address(up_proj), h_at, act_at, *low_maps(low)),
+        words(at, config=config, source=address(x), out0=h_at, out1=act_at, bias=bias)
+        + scales(x, up_proj, None, h, act),
     )
     driver.launch(*filled, at.stream)
 
@@ -175,8 +186,11 @@ UP_FORWARD = Product(
             )
         ),
         *map(kernel, CANDIDATES["up_forward"]),
+        kernel(None, Variant(element=E4M3)),
     ],
-    in_layer=lambda sizes, up, down: [(sizes, config, up) for config in chosen_for_any("up_forward", sizes.d, sizes.n)],
+    in_layer=lambda sizes, up, down: [
+        (sizes, config, up) for config in chosen_for_any("up_forward", sizes.d, sizes.n, up.element)
+    ],
     tiles=lambda sizes: chosen("up_forward", sizes.rows, sizes.E, sizes.d, sizes.n),
     kernel=kernel,
     options=("activation", "transposed", "bias", "rank"),

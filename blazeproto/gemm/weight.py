@@ -3,6 +3,8 @@
     dW_down[e] = Σ dO[token]^T A'     MoEBlaze Algorithm 1, line 18; SonicMoE Algorithm 3
     dW_up[e]   = Σ dH^T x[token]      MoEBlaze Algorithm 1, line 29; SonicMoE Algorithm 5
 
+Quantized operands are weight_fp8.py's.
+
 weight_schedule.cuh draws the units. Their partials lie in a workspace; how many units there may be, and so how large it is,
 follows from shapes and device alone.
 """
@@ -14,13 +16,26 @@ from pathlib import Path
 from typing import Any
 
 from blazeproto.dispatch.structures import Addresses, Dispatch
-from blazeproto.gemm import product
+from blazeproto.gemm import product, quantize, weight_fp8
 from blazeproto.gemm.arguments import Array
 from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.e4m3 import Quantized
 from blazeproto.gemm.launch import Params, Plan, dense_box, num_sms, persistent_grid
-from blazeproto.gemm.product import BOTH, PACKAGE, SHAPES, Build, Product, Variant, tiled_kernel, variants
+from blazeproto.gemm.product import BOTH, PACKAGE, SHAPES, Build, Product, Sizes, Variant, tiled_kernel, variants
 from blazeproto.gemm.specification import Specification, by_tile
-from blazeproto.gemm.tiles import BF16, BK, BM, CANDIDATES, FACTOR_GRADIENT, SLAB, TILES, WARPGROUP, TileConfig
+from blazeproto.gemm.tiles import (
+    BF16,
+    BK,
+    BM,
+    CANDIDATES,
+    E4M3,
+    FACTOR_GRADIENT,
+    SLAB,
+    TILES,
+    WARPGROUP,
+    TileConfig,
+    tiles_for,
+)
 from blazeproto.runtime import checks, driver
 from blazeproto.runtime.arrays import current_device, view
 from blazeproto.runtime.libraries import in_host_memory
@@ -64,12 +79,15 @@ def up_formula(m: Any, dh: Any, x: Any, *, gather: bool = True) -> Any:
 
 def _workspace(name: str, shape: str, letters: Mapping[str, int], config: TileConfig | None) -> tuple[int, ...]:
     """A specification's, of a gradient of this shape."""
+    if letters.get("quantized"):
+        return ()
     where, dw = (letters["R"], letters["E"], current_device()), tuple(letters[letter] for letter in shape.split())
     elements = workspace_elements(name, where, dw, config)
     return (elements,) if elements else ()
 
 
 _DOWN = Specification(
+    quantized=True,
     inputs=(Array("d_out", "T d", ordered="R d", fetched=True), Array("a_scaled", "R n")),
     outputs=(Array("dw", "E d n", f32=True, tile=by_tile),),
     formula=down_formula,
@@ -77,6 +95,7 @@ _DOWN = Specification(
 )
 # weight.cu has the gathered rows' columns, d of them, down its tiles, which it stores transposed in dW_up.
 _UP = Specification(
+    quantized=True,
     inputs=(Array("dh", "R h"), Array("x", "T d", ordered="R d", fetched=True)),
     outputs=(Array("dw", "E h d", f32=True, tile=lambda config, halves: (config.tile_n, BM)),),
     formula=up_formula,
@@ -100,6 +119,7 @@ def down_backward_weight(
     """dw[e] = sum of d_out[token]^T a_scaled over an expert's rows. MoEBlaze Algorithm 1, line 18; SonicMoE Algorithm 3.
 
     d_out (T, d) or (R, d), a_scaled (R, n), both bf16, and a dispatch of E experts → dw (E, d, n) bf16, or fp32 if ``dw`` is.
+    Or d_out and a_scaled `Quantized`, d_out by token.
 
     Experts without rows get zeros.
     gather: False where d_out's rows are in expert order already, (R, d).  accumulate: add to an fp32 ``dw``.
@@ -128,6 +148,7 @@ def up_backward_weight(
     """dw[e] = sum of dh^T x[token] over an expert's rows. MoEBlaze Algorithm 1, line 29; SonicMoE Algorithm 5.
 
     dh (R, G n), x (T, d) or (R, d), both bf16, and a dispatch of E experts → dw (E, G n, d) bf16, or fp32 if ``dw`` is.
+    Or dh and x `Quantized`, x by token.
 
     gather: False where x's rows are in expert order already, (R, d).  accumulate: add to an fp32 ``dw``.
     workspace: (weight_workspace(),) fp32, as of `down_backward_weight`.
@@ -144,10 +165,15 @@ def _checked_launch(name: str, spec: Specification, call: Mapping[str, Any], ope
     out = given.views["dw"]
     if call["accumulate"] and out.dtype == "bfloat16":
         raise ValueError("accumulate: expected an fp32 dw to add to, got bfloat16")
-    rows, ordered = (given.views[operand] for operand in operands)
-    options = {option: call[option] for option in ("gather", "accumulate", "config")}
-    options |= {"f32": out.dtype == "float32", "workspace": given.views.get("workspace")}
-    launch(name, rows, ordered, given.located(), dw=out, **options)
+    rows, ordered = (given.operands()[operand] for operand in operands)
+    options = {option: call[option] for option in ("accumulate", "config")} | {"f32": out.dtype == "float32"}
+    if isinstance(rows, Quantized):
+        if not call["gather"]:
+            raise ValueError("gather: expected True with quantized operands, got False")
+        weight_fp8.launch_all(name, rows, ordered, given.located(), transposed=name == UP, dw=out, **options)
+    else:
+        options |= {"gather": call["gather"], "workspace": given.views.get("workspace")}
+        launch(name, rows, ordered, given.located(), dw=out, **options)
     return spec.results(given)
 
 
@@ -171,10 +197,12 @@ def weight_workspace(product: str, dw: Any, dispatch: Dispatch, config: TileConf
 
 
 def kernel(config: TileConfig | None = None, variant: Variant = GATHERED, build: Build = PACKAGE) -> Kernel:
-    """variant: transposed, f32, gather."""
+    """variant: transposed, f32, gather, element."""
+    if variant.element is E4M3:
+        return weight_fp8.kernel(config, variant.f32, build)
     config = config or TILES[UP if variant.transposed else DOWN]
     macros = {"GATHER": variant.gather, "TRANSPOSED": variant.transposed, "OUT_F32": variant.f32}
-    options: dict[str, Any] = {"cluster_widths": (128, 256), "widths": (64, 128, 256)}
+    options: dict[str, Any] = {"cluster_widths": (128, 256), "widths": (64, 128, 256), "arch": variant.arch}
     return tiled_kernel("weight.cu", "weight_gradient", config, build, **options, **macros)
 
 
@@ -249,10 +277,10 @@ def _plan(
     """The plan of the gradient; and the kernel, the grid and the numbers of the sum of its partials."""
     num_rows, _, device = where
     experts, outer, inner = shape
-    (d, width), element = _widths(UP if variant.transposed else DOWN, shape), variant.inputs
+    (d, width), element = _widths(UP if variant.transposed else DOWN, shape), variant.element
     ordered = dense_box((width, num_rows), (SLAB, BK), element) if num_rows else None
     in_order = dense_box((d, num_rows), (SLAB, BK), element) if num_rows and not variant.gather else None
-    out = None if variant.f32 else dense_box((inner, outer, experts), (SLAB, SLAB, 1), variant.outputs)
+    out = None if variant.f32 else dense_box((inner, outer, experts), (SLAB, SLAB, 1))
     gradient = Plan(
         kernel(config, variant, build),
         WEIGHT_PARAMS,
@@ -304,7 +332,14 @@ def _kernels(name: str) -> list[Kernel]:
         *every(configs, variants(gather=[True], transposed=transposed, f32=BOTH)),
         *every((TILES[name], FACTOR_GRADIENT), variants(gather=BOTH, transposed=transposed, f32=BOTH)),
     )
-    return [*(kernel(*call) for call in calls), *(sum_kernel(config.tile_n) for config in configs)]
+    quantized = [kernel(None, variant) for variant in variants(f32=BOTH, element=[E4M3])]
+    return [*(kernel(*call) for call in calls), *(sum_kernel(config.tile_n) for config in configs), *quantized]
+
+
+def _parts(sizes: Sizes, config: TileConfig, variant: Variant, build: Build) -> list[Kernel]:
+    """The gradient's, and what sums its partials or transposes its operands."""
+    others = quantize.transposing() if variant.element is E4M3 else [sum_kernel(config.tile_n, build.sources)]
+    return [kernel(config, variant, build), *others]
 
 
 def _product(name: str, run: Callable[..., Any], spec: Specification) -> Product:
@@ -313,11 +348,10 @@ def _product(name: str, run: Callable[..., Any], spec: Specification) -> Product
         run,
         spec,
         kernels=lambda: _kernels(name),
-        parts=lambda sizes, config, variant, build: [
-            kernel(config, variant, build),
-            sum_kernel(config.tile_n, build.sources),
+        parts=_parts,
+        in_layer=lambda sizes, up, down: [
+            (sizes, tiles_for(name, sizes.d, up.element), Variant(True, name == UP, f32=down.f32, element=up.element))
         ],
-        in_layer=lambda sizes, up, down: [(sizes, TILES[name], Variant(True, name == UP, f32=down.f32))],
         tiles=lambda sizes: TILES[name],
         kernel=kernel,
         variant=Variant(True, name == UP),

@@ -156,6 +156,9 @@ class BlockWorkbench(Workbench):
         outputs = {"out": Output("", tuple(exact.shape))}
         return self._with_memory(case, given, outputs, references, {"out": self._places(exact)}, read)
 
+    def _numbers(self, name: str, values: dict[str, Tensor]) -> Tensor:
+        return values[name]
+
     def _places(self, out: Tensor) -> Places:
         shape, width = (out.shape[:-1].numel(), out.shape[-1]), self._tiles.tile_n
         lines, columns = (torch.arange(size, device=out.device) for size in shape)

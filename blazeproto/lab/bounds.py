@@ -6,6 +6,8 @@ A bound of each element finds a single wrong 16-byte chunk in millions, which a 
     functions   of the gate, by tanh.approx (activation.cuh): |gate| 2^-11, twice what ptx.cuh says
     rounding    2^-8 of the value, for bf16 outputs
 
+Of quantized operands a sum keeps 14 bits, and e4m3 outputs are off by 2^-4 of the value or 2^-10 of the scale.
+
 The product's own formula makes it, of numbers that have an error beside them: for a linear product, the formula of absolute
 values.
 """
@@ -28,6 +30,7 @@ from blazeproto.lab.oracle import EXACT
 ROUNDING = 1.02 * 2.0**-8  # of a bf16 number, and a little for the fp32 operations before
 STEP, FP32_STEP = 2.0**-22, 2.0**-23  # of an addition of wgmma, and of one that rounds to nearest
 FUNCTION = 2.0**-11  # of f(1)
+E4M3_ROUNDING, E4M3_STEP, E4M3_LARGEST = 2.0**-4, 2.0**-10, 448.0  # of a number; of a scale; over a scale
 TINY = 2.0**-126  # where bf16 has no more digits
 
 
@@ -45,6 +48,8 @@ def reference(product: str, case: Case, given: Mapping[str, Tensor]) -> dict[str
     made = {}
     for (name, array), value in zip(call.made.items(), values if isinstance(values, tuple) else (values,), strict=True):
         exact, error = m.stored(value) if array.dtype == "bfloat16" else value
+        if call.is_quantized(case, array):
+            error = error + e4m3_error(exact.abs() + error)
         made[name] = Reference(exact, (error + TINY).float())
     return made
 
@@ -67,6 +72,17 @@ class Near:
         return iter((self.exact, self.error))
 
 
+def e4m3_error(most: Tensor) -> Tensor:
+    """What quantizing rows costs numbers of such magnitudes at the most; 128 columns share a scale."""
+    return E4M3_ROUNDING * most + E4M3_STEP * largest_of(most, 128) / E4M3_LARGEST * 2
+
+
+def largest_of(values: Tensor, columns: int) -> Tensor:
+    """Each number's largest neighbour among so many columns."""
+    by_block = values.view(len(values), -1, columns).amax(2, keepdim=True)
+    return by_block.expand(-1, -1, columns).reshape(values.shape)
+
+
 def _near(values: Tensor | Near) -> Near:
     """An input is what it is."""
     return values if isinstance(values, Near) else Near(values.double(), torch.zeros_like(values, dtype=torch.float64))
@@ -77,6 +93,7 @@ class Bounds:
 
     def __init__(self, case: Case) -> None:
         self.case, self.m = case, EXACT.over(case)
+        self.sum_error = quantized_sum_error if case.quantized else sum_error
         self.counts = case.dispatch.expert_token_offsets.diff().double()
         self.of_token = len(case.scores) // max(1, len(case.x)) + 4  # additions
 
@@ -104,11 +121,15 @@ class Bounds:
         }
         absolute = self.m.product(exact.abs(), weights.abs(), **absolutes, **lies)
         moved = self.m.product(error, weights.abs(), **lies) if error.any() else 0.0
-        return Near(self.m.product(exact, weights, bias=bias, low=low, **lies), sum_error(terms, absolute) + moved)
+        return Near(self.m.product(exact, weights, bias=bias, low=low, **lies), self.sum_error(terms, absolute) + moved)
 
     def outer(self, left: Tensor | Near, right: Tensor | Near) -> Near:
         (a, _), (b, _) = _near(left), _near(right)
-        return Near(self.m.outer(a, b), sum_error(self.counts[:, None, None], self.m.outer(a.abs(), b.abs())))
+        error = self.sum_error(self.counts[:, None, None], self.m.outer(a.abs(), b.abs()))
+        if self.case.quantized:  # both are quantized again, with scales that 128 rows share
+            lost = [torch.full_like(v, float(E4M3_STEP * 2 * v.abs().max() / E4M3_LARGEST)) for v in (a, b)]
+            error = error + self.m.outer(lost[0], b.abs() + lost[1]) + self.m.outer(a.abs(), lost[1])
+        return Near(self.m.outer(a, b), error)
 
     def expert_sum(self, values: Tensor | Near) -> Near:
         exact, error = _near(values)
@@ -155,6 +176,11 @@ class Bounds:
 
 def sum_error(terms: int | Tensor, absolute: Tensor) -> Tensor:
     return (terms / 16 + 16) * STEP * absolute
+
+
+def quantized_sum_error(terms: int | Tensor, absolute: Tensor) -> Tensor:
+    """A wgmma adds 32 products to a sum of 14 bits, four times before that is added in fp32."""
+    return 4 * 33 * 2.0**-13 * absolute + sum_error(terms, absolute)
 
 
 # --- Activations -----------------------------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ from blazeproto.activations import activation_named
 from blazeproto.dispatch import Dispatch
 from blazeproto.gemm import PRODUCTS, Kernel, Sizes, TileConfig
 from blazeproto.gemm.arguments import LOW, Array
+from blazeproto.gemm.e4m3 import Quantized, from_e4m3, scales_shape, to_e4m3
 from blazeproto.gemm.product import Build, Product
-from blazeproto.gemm.tiles import TILES
+from blazeproto.gemm.tiles import BF16, E4M3, TILES, Element
 
 SIMPLE_TILE = (128, 256)  # lines and columns that a mismatch map puts together where a kernel has no tiles
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -32,6 +33,7 @@ class Case:
 
     transposed: products that can, take weights that lie transposed.  rank: of the low-rank terms of those that take some, or 0.
     drawn: inputs of products that neither a layer has nor another product makes, at random, by name.
+    quantized: whether products that can, take e4m3, which holds the numbers of x, d_out and the weights.  made: what they took.
     """
 
     x: Tensor  # (T, d)
@@ -46,6 +48,8 @@ class Case:
     transposed: bool = False
     rank: int = 0
     drawn: dict[str, Tensor] = field(default_factory=dict)
+    quantized: bool = False
+    made: dict[tuple[str, int], Quantized] = field(default_factory=dict)
     row_expert: Tensor = field(init=False)  # (rows in use,)
     row_pair: Tensor = field(init=False)
     row_token: Tensor = field(init=False)
@@ -67,6 +71,19 @@ class Case:
     def letters(self) -> dict[str, int]:
         """What the letters of a shape are."""
         return self.sizes.letters | {"R": self.dispatch.num_rows, "P": len(self.scores), "r": self.rank}
+
+    @property
+    def element(self) -> Element:
+        """The type of operands that may be quantized."""
+        return E4M3 if self.quantized else BF16
+
+    def operand(self, array: Array, value: Tensor) -> Quantized:
+        """An input of a product in e4m3, as it lies there; made once."""
+        key = (array.name, value.data_ptr())
+        if key not in self.made:
+            lies = value.mT.contiguous() if array.quantized else value
+            self.made[key] = to_e4m3(torch, lies, array.scale)
+        return self.made[key]
 
     @property
     def options(self) -> dict[str, Any]:
@@ -140,6 +157,10 @@ class Call:
         """The inputs that other products make."""
         return tuple(name for name in self.inputs if name in MADE)
 
+    def is_quantized(self, case: Case, array: Array) -> bool:
+        """Whether an array of the product is e4m3."""
+        return case.quantized and self.entry.spec.quantized and bool(array.scale)
+
     def takes(self, function: Any, case: Case, given: Mapping[str, Tensor], **others: Any) -> dict[str, Any]:
         """The arguments of ``function``, the product's or its formula, which takes rows in use only: arrays and options."""
         rows = None if function is self.entry.run else len(case.row_pair)
@@ -155,7 +176,10 @@ class Call:
             return case.draw(name, array)[: rows if array.index == "row" else None]
 
         known: dict[str, Any] = {"dispatch": case.dispatch, **case.options, **self.options, **others}
-        known |= {array.name: found(name, array) for name, array in self.inputs.items()}
+        for name, array in self.inputs.items():
+            value = known[array.name] = found(name, array)
+            if value is not None and rows is None and self.is_quantized(case, array):
+                known[array.name] = case.operand(array, value)
         low = [found(f"{a.name} of {self.product}", a) for a in self.entry.spec.inputs if case.rank and a.name in LOW]
         known |= {"low": tuple(low)} if low else {}
         return {name: known[name] for name in inspect.signature(function).parameters if name in known}
@@ -165,19 +189,23 @@ class Call:
         spec, letters, options = self.entry.spec, case.letters, case.options | dict(self.options)
         taken = self.takes(self.entry.run, case, given)
         for array in self.inputs.values():
-            if taken[array.name] is not None:
-                letters.update(zip(array.shape_in(options).split(), taken[array.name].shape, strict=True))
-        tiles = config or (self.entry.tiles(case.sizes) if self.entry.tiles else TILES["down_forward"])
+            value = taken[array.name]
+            if value is not None and not isinstance(value, Quantized):
+                letters.update(zip(array.shape_in(options).split(), value.shape, strict=True))
+        tiles = config or self.entry.tiles_of(case.sizes, case.element) or TILES["down_forward"]
         halves, made = case.sizes.halves, dict[str, Output]()
         for name, array in self.made.items():
             made[name] = Output(
                 array.index,
                 tuple(letters[letter] for letter in array.shape.split()),
-                torch.float32 if self.f32 and array.f32 else DTYPES[array.dtype],
+                torch.float32 if self.f32 and array.f32 else self._dtype(case, array),
                 array.tile(tiles, halves) if array.tile else SIMPLE_TILE,
                 halves if array.shape == "R h" else 1,
                 zeroed=array.added,
             )
+            if self.is_quantized(case, array):
+                made[f"{name}'s scales"] = Output("", scales_shape(array.scale, made[name].shape), torch.float32)
+        letters["quantized"] = case.quantized and spec.quantized
         if case.x.is_cuda and spec.workspace is not None and (lengths := spec.workspace(letters, config)):
             made["workspace"] = Output("", lengths, torch.float32)
         return made
@@ -186,10 +214,23 @@ class Call:
         self, case: Case, given: Mapping[str, Tensor], out: Mapping[str, Tensor], config: TileConfig | None = None
     ) -> dict[str, Any]:
         """Those of the product's function.  out: the outputs and the workspace, by the names of `outputs`."""
-        written = {array.name: out[name] for name, array in self.made.items()}
+        written: dict[str, Any] = {array.name: out[name] for name, array in self.made.items()}
+        for name, array in self.made.items():
+            if self.is_quantized(case, array):
+                written[array.name] = Quantized(out[name], out[f"{name}'s scales"])
         if "workspace" in out:
             written["workspace"] = out["workspace"]
         return self.takes(self.entry.run, case, given, config=config, **written)
+
+    def _dtype(self, case: Case, array: Array) -> torch.dtype:
+        return torch.float8_e4m3fn if self.is_quantized(case, array) else DTYPES[array.dtype]
+
+    def numbers(self, case: Case, name: str, out: Mapping[str, Tensor]) -> Tensor:
+        """An output's numbers, fp32 of a quantized one."""
+        array = self.made[name]
+        if not self.is_quantized(case, array):
+            return out[name]
+        return from_e4m3(torch, Quantized(out[name], out[f"{name}'s scales"]), array.scale)  # type: ignore[no-any-return]
 
     def run(
         self, case: Case, given: Mapping[str, Tensor], out: Mapping[str, Tensor], config: TileConfig | None = None
@@ -257,12 +298,22 @@ class Setting(NamedTuple):
     sizes: Sizes
     activation: str
     config: TileConfig | None
+    element: Element = BF16
 
     def kernels(self, build: Build) -> list[Kernel]:
         """Those that a call launches, the main one first."""
         entry = PRODUCTS[self.product]
-        tiles = self.config or (entry.tiles(self.sizes) if entry.tiles else None)
-        return entry.launches(self.sizes, tiles, entry.variant._replace(activation=self.activation), build)
+        tiles = self.config or entry.tiles_of(self.sizes, self.element)
+        variant = entry.variant._replace(activation=self.activation, element=self.element)
+        return entry.launches(self.sizes, tiles, variant, build)
+
+
+def everything_read(case: Case, given: dict[str, Tensor]) -> dict[str, Tensor | None]:
+    """Every input of a call, by name."""
+    arrays = {name: getattr(case, name) for name in LAYERS_OWN} | case.drawn | given
+    for (name, _), made in case.made.items():
+        arrays |= {f"{name} in e4m3": made.values, f"{name}'s scales": made.scales}
+    return arrays | {f"dispatch.{name}": array for name, array in case.dispatch.arrays.items()}
 
 
 # --- Memory that shows what is written to it -------------------------------------------------------------------------------
@@ -290,7 +341,7 @@ class Poisoned:
     def __init__(self, output: Output, device: Any) -> None:
         line = output.shape[-1] * output.dtype.itemsize
         guard = -(-min(GUARD_LINES * line, MOST_GUARD) // ALIGNMENT) * ALIGNMENT // 2  # of 16 bits each
-        size = output.dtype.itemsize // 2 * prod(output.shape)
+        size = output.dtype.itemsize * prod(output.shape) // 2
         self.words = torch.empty(2 * guard + size, dtype=torch.int16, device=device)
         self.guards = (self.words[:guard], self.words[guard + size :])
         self.values = self.words[guard : guard + size].view(output.dtype).view(output.shape)

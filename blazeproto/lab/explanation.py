@@ -21,7 +21,6 @@ from blazeproto.autograd.policy import SavePolicy
 from blazeproto.autograd.ranks import refuse_ranks
 from blazeproto.blocksparse.baselines import PlainMoE
 from blazeproto.gemm import Sizes
-from blazeproto.lab.fp8_steps import in_fp8
 from blazeproto.lab.steps import LayerCall, Step, Wanted, steps_of
 from blazeproto.lab.tables import Drawn, Table, View, in_bytes, in_ms, in_operations
 from blazeproto.layer import MoE
@@ -143,7 +142,6 @@ def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: 
     dtype = x.dtype if x.dtype == torch.float64 else autocast_dtype(x.device.type) or x.dtype
     call = _call_of(layer, tokens, routing, dtype, _wanted(layer, x))
     steps = steps_of(call)
-    steps = [*in_fp8(steps, call.in_fp8)] if call.in_fp8 else steps
     sizes = (layer.num_experts, layer.d_model, layer.d_expert)
     if (
         measure

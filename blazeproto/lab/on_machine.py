@@ -18,6 +18,7 @@ from torch import Tensor
 from blazeproto.blocksparse.topology import Topology
 from blazeproto.dispatch import Dispatch
 from blazeproto.gemm import TileConfig, product
+from blazeproto.gemm.e4m3 import Quantized
 from blazeproto.gemm.product import PACKAGE, Build
 from blazeproto.lab.calls import Call, Case
 from blazeproto.lab.target import Machine
@@ -52,7 +53,10 @@ def launch(machine: Machine, function: Callable[..., Any], **arguments: Any) -> 
 def hosted(value: Any) -> Any:
     """A tensor of a CPU as the NumPy array of its memory, bf16 as uint16; those in a record or a tuple too. Else itself."""
     if isinstance(value, Tensor):
-        return value.view(torch.uint16).numpy() if value.dtype == torch.bfloat16 else value.numpy()
+        bits = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}.get(value.dtype, value.dtype)
+        return value.view(bits).numpy()
+    if isinstance(value, Quantized):
+        return Quantized(*map(hosted, value))
     if isinstance(value, tuple):
         return tuple(map(hosted, value))
     if isinstance(value, Dispatch | Topology):

@@ -24,6 +24,8 @@ from torch import Tensor
 from blazeproto.activations import activate, activate_backward, activation_named
 from blazeproto.dispatch import Dispatch, build_dispatch, build_dispatch_varying
 from blazeproto.gemm import Sizes, TileConfig
+from blazeproto.gemm.e4m3 import in_e4m3
+from blazeproto.gemm.recipe import FP8
 from blazeproto.lab.calls import ROW_OUTPUTS, Case, calls_of
 
 ROUTINGS = ("uniform", "zipf", "same", "half_empty")
@@ -45,6 +47,7 @@ def make_case(
     unit_weights: bool = False,
     transposed: bool = False,
     rank: int = 0,
+    quantized: bool = False,
     device: str = "cuda",
     seed: int = 0,
 ) -> Case:
@@ -52,7 +55,7 @@ def make_case(
 
     sentinels: share of the pairs whose expert lives elsewhere.  varying: the number of experts per token varies (sentinels
     leave no trace but unused capacity at the end of the pairs).  row_capacity: the most rows, as in `build_dispatch`.
-    transposed, rank: as `Case` has them.
+    transposed, rank, quantized: as `Case` has them.
     """
     generator = torch.Generator(device).manual_seed(seed)
     T, d, n, E, _, halves = sizes._replace(halves=activation_named(activation).halves)
@@ -63,19 +66,23 @@ def make_case(
     def weights(*size: int) -> Tensor:
         return normal(*size, scale=1.0 if unit_weights else 1 / math.sqrt(size[-1]))
 
+    def operand(name: str, made: Tensor) -> Tensor:
+        return in_e4m3(torch, made, FP8.operand(name).scale).bfloat16() if quantized else made  # type: ignore[union-attr]
+
     experts = route(sizes, routing, sentinels, generator)
     return Case(
-        x=normal(T, d),
-        up_proj=weights(E, halves * n, d),
-        down_proj=weights(E, d, n),
+        x=operand("x", normal(T, d)),
+        up_proj=operand("up_proj", weights(E, halves * n, d)),
+        down_proj=operand("down_proj", weights(E, d, n)),
         scores=torch.rand(experts.numel(), device=device, generator=generator) + 0.05,
-        d_out=normal(T, d),
+        d_out=operand("d_out", normal(T, d)),
         dispatch=(dispatch_varying if varying else dispatch_fixed)(experts, E, row_capacity),
         activation=activation,
         up_bias=normal(E, halves * n) if biases else None,
         down_bias=normal(E, d) if biases else None,
         transposed=transposed,
         rank=rank,
+        quantized=quantized,
     )
 
 
@@ -239,6 +246,8 @@ def evaluate(arithmetic: Arithmetic, case: Case, given: Mapping[str, Tensor] | N
             exact_sums[call.product] = values if isinstance(values, tuple) else (values,)
         for (name, array), value in zip(call.made.items(), exact_sums[call.product], strict=True):
             stored = m.stored(value) if array.dtype == "bfloat16" and not call.f32 else value
+            if arithmetic.rounds and call.is_quantized(case, array):
+                stored = in_e4m3(torch, stored, array.scale).bfloat16()
             result[name] = result[name] + stored if array.added and name in result else stored
     return result
 
@@ -261,7 +270,9 @@ def run_kernels(
             fresh = torch.full(output.shape, fill, dtype=output.dtype, device=case.x.device)
             made[name] = result[name] if output.zeroed and name in result else fresh
         call.run(case, inputs, made, config)
-        result.update({name: made[name] for name in call.made})
+        for name, array in call.made.items():
+            numbers = call.numbers(case, name, made)
+            result[name] = numbers.bfloat16() if call.is_quantized(case, array) else numbers
     return result
 
 

@@ -8,8 +8,8 @@ weights are read once a chunk, which is not counted. The products' steps are mad
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import compress
 from math import prod
 from typing import NamedTuple
@@ -17,16 +17,20 @@ from typing import NamedTuple
 from blazeproto import cost
 from blazeproto.gemm import PRODUCTS, Sizes
 from blazeproto.gemm.arguments import Array
+from blazeproto.gemm.e4m3 import scales_shape
 from blazeproto.gemm.product import Variant
+from blazeproto.gemm.recipe import FP8
+from blazeproto.gemm.tiles import E4M3
 from blazeproto.lab.calls import BACKWARD, CALLS, LAYER, Call
 
 
 class Traffic(NamedTuple):
-    """An array that a step reads, writes or keeps: name, shape, bytes of an element."""
+    """An array that a step reads, writes or keeps: name, shape, bytes of an element; what shares a scale of it, quantized."""
 
     name: str
     shape: tuple[int, ...]
     itemsize: int
+    scale: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -113,7 +117,8 @@ class LayerCall:
     router: "top_k", "choice" (hashing, token rounding, ...) or "other" (a module of the user's).
     losses: whether an auxiliary loss has a coefficient.
     wanted: gradients.
-    in_fp8: with precision="fp8" when weights are quantized, as `fp8_steps.in_fp8` has it; else "".
+    in_fp8: with precision="fp8" when weights are quantized: "each" order before its product, "both" in forward, or "before" the
+    call; else "".
     """
 
     sizes: Sizes
@@ -148,7 +153,7 @@ class LayerCall:
 
 
 def steps_of(layer: LayerCall) -> list[Step]:
-    """All steps of a forward and a backward, in x's own dtype. What a kernel makes along with what is wanted, it writes too."""
+    """All steps of a forward and a backward. What a kernel makes along with what is wanted, it writes too."""
     return [*_forward(layer), *_backward(layer)]
 
 
@@ -197,8 +202,10 @@ def product_calls(s: LayerCall, phase: str) -> dict[str, Call]:
     return dict(zip(names, calls, strict=True))
 
 
-def _product(s: LayerCall, call: Call, phase: str, name: str, keeps: tuple[Traffic, ...] = ()) -> Step:
-    """Scores are those of the pairs that are computed, their gradients of all. What is added to is read too, if it was made."""
+def _product(s: LayerCall, call: Call, phase: str, name: str, keeps: tuple[Traffic, ...] = ()) -> Iterator[Step]:
+    """A product, and what quantizes its operands. Scores are those of the pairs that are computed, their gradients of all. An
+    array that is added to is read too, if it was made."""
+    quantized = bool(s.in_fp8) and call.entry.spec.quantized
     letters = s.sizes.letters | {"R": s.rows, "P": s.rows}
     if "d_out" in call.inputs and "h" in call.inputs["d_out"].shape:  # as wide as it is
         letters["h"] = s.sizes.d
@@ -208,13 +215,56 @@ def _product(s: LayerCall, call: Call, phase: str, name: str, keeps: tuple[Traff
             return Traffic(PAPERS_NAMES[name], s.by_pair if made else (s.rows,), s.logit_itemsize)
         of_weights = operand.index == "expert" and (made or name.endswith("_bias"))
         itemsize = s.weight_itemsize if of_weights else 4 if operand.dtype == "float32" else s.itemsize
-        return Traffic(s.shown(name), tuple(letters[x] for x in operand.shape_in(call.options).split()), itemsize)
+        shape = tuple(letters[x] for x in operand.shape_in(call.options).split())
+        return Traffic(s.shown(name), shape, itemsize, operand.scale if quantized else "")
 
     reads = [array(*named) for named in call.inputs.items() if s.bias or not named[0].endswith("_bias")]
     writes = [array(*named, made=True) for named in call.made.items()]
     added = [array(*named, made=True) for named in call.made.items() if named[1].added and named[0] in MADE_BEFORE]
     sizes = s.sizes._replace(K=s.rows / max(s.sizes.T, 1))  # type: ignore[arg-type]  # K in the mean
-    return Step(phase, name, (*reads, *added), tuple(writes), PRODUCTS[call.product].operations(sizes), keeps)
+    step = Step(phase, name, (*reads, *added), tuple(writes), PRODUCTS[call.product].operations(sizes), keeps)
+    yield from _in_fp8(s, step) if quantized else (step,)
+
+
+def stored(arrays: Iterable[Traffic]) -> Iterator[Traffic]:
+    """Quantized arrays, each before its scales; others as they are."""
+    for array in arrays:
+        yield array._replace(itemsize=1) if array.scale else array
+        if array.scale:
+            yield Traffic(f"{array.name}'s scales", scales_shape(array.scale, array.shape), 4)
+
+
+def _in_fp8(s: LayerCall, step: Step) -> Iterator[Step]:
+    """A product of quantized operands behind what makes them. x is kept as it came; backward's products by rows read weights'
+    transposes, and a weight's gradient its operands', in blocks of 128 rows and columns."""
+
+    def made(name: str, read: Iterable[Traffic], of: Iterable[Traffic], keeps: Iterable[Traffic] = ()) -> Step:
+        return replace(step, name=name, reads=(*read,), writes=(*stored(of),), operations=0.0, keeps=(*stored(keeps),))
+
+    def plain(array: Traffic) -> Traffic:
+        return array._replace(scale="")
+
+    backward, reads = "backward" in step.name, list[Traffic]()
+    for array in (array for array in step.reads if array.scale == FP8.x.scale):
+        yield made(f"quantize {array.name}", [plain(array)], [array])
+    for array in step.reads:
+        if array.scale == FP8.weights.scale:
+            back = array._replace(name=f"{array.name}^T", shape=(array.shape[0], *array.shape[:0:-1]))
+            mine = back if backward else array
+            if s.in_fp8 == "each":
+                yield made(f"quantize {mine.name}", [plain(array)], [mine])
+            elif s.in_fp8 == "both" and not backward:
+                yield made(f"quantize {array.name}", [plain(array)], [array, back], [back])
+            array = mine
+        reads.append(array)
+    if step.name.endswith("_weight"):
+        rows = next(array.shape[0] for array in reads if array.scale == FP8.h.scale)
+        turned = [a._replace(name=f"{a.name}^T", shape=(a.shape[1], rows), scale=FP8.of_dw.scale) for a in reads]
+        yield made(f"transpose {', '.join(array.name for array in reads)}", stored(reads), turned)
+        reads = turned
+    keeps = (plain(array) if array.scale == FP8.x.scale else array for array in step.keeps)
+    kept, rate = tuple(stored(keeps)), E4M3.rate
+    yield replace(step, reads=tuple(stored(reads)), writes=tuple(stored(step.writes)), keeps=kept, rate=rate)
 
 
 # --- A layer ---------------------------------------------------------------------------------------------------------------
@@ -247,14 +297,17 @@ class _Arrays:
         self.weights = (Traffic(up, (E, halves * n, d), s.itemsize), Traffic(down, (E, d, n), s.itemsize))
         self.masters = tuple(weight._replace(itemsize=s.weight_itemsize) for weight in self.weights)
         kept = {"recompute": (), "minimal": ("H",), "paper": ("H", "act")}[s.save]
-        self.kept = tuple(Traffic(name, (s.places, s.sizes.h if name == "H" else n), s.itemsize) for name in kept)
+        scale = FP8.h.scale if s.in_fp8 else ""
+        self.kept = tuple(
+            Traffic(name, (s.places, s.sizes.h if name == "H" else n), s.itemsize, scale) for name in kept
+        )
         shared = ((up, (halves * s.shared, d)), ("down", (d, s.shared)))
         self.shared = tuple(Traffic(f"shared {name}", size, s.weight_itemsize) for name, size in shared)
 
 
 def _cast_weights(s: LayerCall, a: _Arrays, phase: str, *which: bool) -> Iterator[Step]:
     """which: whether up, whether down."""
-    if s.weight_itemsize != s.itemsize and any(which):
+    if s.weight_itemsize != s.itemsize and any(which) and s.in_fp8 != "before":
         masters, weights = (tuple(compress(arrays, which)) for arrays in (a.masters, a.weights))
         yield Step(phase, "weights to x's dtype", masters, weights)
 
@@ -285,7 +338,7 @@ def _forward(s: LayerCall) -> Iterator[Step]:
     by_product = {"up_forward": kept(*kept(a.x, by=by_experts), *a.kept)}
     by_product |= dict.fromkeys(("down_forward_fused", "combine"), kept(a.scores))
     for name, call in product_calls(s, phase).items():
-        yield _product(s, call, phase, name, by_product.get(name, ()))
+        yield from _product(s, call, phase, name, by_product.get(name, ()))
     if s.fused:
         yield Step(phase, "out to x's dtype", (a.out_f32,), (a.out,))
     if s.shared:
@@ -313,9 +366,9 @@ def _backward(s: LayerCall) -> Iterator[Step]:
     calls, again = product_calls(s, phase), w.experts and s.save == "recompute"
     yield from _cast_weights(s, a, phase, w.x or again, "down_backward_act" in calls)
     if again:
-        yield _product(s, CALLS["up_forward"], phase, "up_forward again")
-    for name, call in calls.items():
-        yield _product(s, call, phase, name)
+        yield from _product(s, CALLS["up_forward"], phase, "up_forward again")
+    for name, call in sorted(calls.items(), key=lambda item: bool(s.in_fp8) and item[0] == "down_backward_weight"):
+        yield from _product(s, call, phase, name)  # quantized, W_down's gradient is the last
     if s.fused_backward and w.x:
         yield Step(phase, "dX to x's dtype", (a.d_x_f32,), (a.d_x,))
     if s.router == "other" and w.scores:

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from blazeproto.dispatch import Dispatch
 from blazeproto.gemm import Kernel, TileConfig
-from blazeproto.gemm.tiles import BF16, BK, BM, SMEM_LIMIT, TILES, WARPGROUP
+from blazeproto.gemm.tiles import BF16, BK, BM, TILES, WARPGROUP
 from blazeproto.lab.resources import resources
 from blazeproto.lab.tables import Bar, Cell, Table, View, in_bytes
+from blazeproto.runtime.arch import HOPPER
 from blazeproto.runtime.optional import need
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ def _of_tiles(config: TileConfig) -> View:
         f"TileConfig {BM} x {config.tile_n}",
         {
             "stages": f"{config.stages} of {in_bytes(stage)}: {BM} x {BK} and {config.tile_n} x {BK} bf16",
-            "ring": f"{in_bytes(stage * config.stages)} of {in_bytes(SMEM_LIMIT)}",
+            "ring": f"{in_bytes(stage * config.stages)} of {in_bytes(HOPPER.smem_limit)}",
             "accumulators": f"{BM * config.tile_n // (CONSUMERS * WARPGROUP)} fp32 a consumer thread",
             "wgmma": f"m64n{config.tile_n}k16, {BK // 16} a stage and consumer warpgroup",
             "deferred epilogue": yes[config.deferred],

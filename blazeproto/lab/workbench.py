@@ -29,12 +29,14 @@ from blazeproto import cost
 from blazeproto.activations import activation_named
 from blazeproto.gemm import PRODUCTS, Kernel, Sizes, TileConfig, product
 from blazeproto.gemm.compile import CUDA_SOURCES, compile_many
+from blazeproto.gemm.e4m3 import BLOCK
 from blazeproto.gemm.product import Build, Product
+from blazeproto.gemm.recipe import Recipe, name_of
 from blazeproto.gemm.tiles import CHUNK, MAX_EXPERTS
 from blazeproto.lab import on_machine
 from blazeproto.lab.attended import Attended, seconds_of
 from blazeproto.lab.bounds import Reference, reference
-from blazeproto.lab.calls import CALLS, LAYERS_OWN, Case, Output, Poisoned, Setting, sums_of, told_stray
+from blazeproto.lab.calls import CALLS, Output, Poisoned, Setting, everything_read, sums_of, told_stray
 from blazeproto.lab.counters import HardwareCounters, counters
 from blazeproto.lab.edit import EditedSources
 from blazeproto.lab.mismatch import Comparison, Places, places_of
@@ -44,9 +46,8 @@ from blazeproto.lab.timeline import MACRO as TIMELINE
 from blazeproto.lab.timeline import Timeline, record, record_steps
 from blazeproto.lab.times import ROUNDS, Times, gpu_here, interleaved_ms
 from blazeproto.lab.verdict import Verdict
-from blazeproto.runtime import checks
+from blazeproto.runtime import arch, checks
 
-HOPPER = (9, 0)  # compute capability
 GPU_RUNS = 20
 DELAYS = "INJECT_DELAYS"  # ptx.cuh: a race shows as a wrong answer
 
@@ -76,7 +77,8 @@ class Workbench:
     T tokens, d model width, n expert width, E experts, K experts a token. d and n are multiples of 8, E at most 512.
     activation: of `blazeproto.activations`.  routing: of `lab.oracle.ROUTINGS`.  seed: of the inputs, which are bf16 at unit
     scale, weights at 1/√fan-in.  config: the tiles; default: those that a layer of the shape takes.  device: "cpu" for the
-    machine where there is a Hopper GPU too. bias_score_grad and expert_row_sum are those of a layer with biases; the other
+    machine where there is a Hopper GPU too. precision: "fp8" for quantized operands, d being a multiple of 16 and n of 128;
+    outputs are their numbers then. bias_score_grad and expert_row_sum are those of a layer with biases; the other
     products have none.
 
     ValueError or TypeError for what no product takes.
@@ -97,22 +99,24 @@ class Workbench:
         seed: int = 0,
         config: TileConfig | None = None,
         device: str = "auto",
+        precision: str | Recipe = "bf16",
     ) -> None:
         checks.one_of("product", product, tuple(PRODUCTS))
         for name, value in (("T", T), ("d", d), ("n", n), ("E", E), ("K", K)):
             checks.integer(name, value, least=1)
-        for name, width in (("d", d), ("n", n)):
-            if width % CHUNK:
-                raise ValueError(f"{name}: expected a multiple of {CHUNK}, got {width}")
+        element = PRODUCTS[product].element_of(precision)
+        for name, width, multiple in (("d", d, CHUNK * element.packing), ("n", n, BLOCK if element.scales else CHUNK)):
+            if width % multiple:
+                raise ValueError(f"{name}: expected a multiple of {multiple}, got {width}")
         if E > MAX_EXPERTS:
             raise ValueError(f"E: expected at most {MAX_EXPERTS}, got {E}")
         checks.one_of("routing", routing, ROUTINGS)
         self._set_up(product, PRODUCTS[product], seed, config, device)
         if config is not None and self.entry.kernel is None:
             raise ValueError(f"config: expected None for {product}, which has no tiles, got {config}")
-        self.activation, self.routing = activation, routing
+        self.activation, self.routing, self.precision = activation, routing, name_of(precision)
         sizes = Sizes(T, d, n, E, K, activation_named(activation).halves)
-        self.setting = Setting(product, sizes, activation, config)
+        self.setting = Setting(product, sizes, activation, config, element)
         self.call = CALLS[product]
         self._kernels(Build())  # refuses tiles that it cannot have
 
@@ -123,7 +127,7 @@ class Workbench:
             raise TypeError(f"config: expected a TileConfig or None, got {type(config).__name__}")
         checks.one_of("device", device, ("auto", "cpu"))
         self.product, self.entry, self.seed, self.config = product, entry, seed, config
-        self.on_gpu = device == "auto" and _has_hopper()
+        self.on_gpu = device == "auto" and _runs_kernels()
         self.edited: EditedSources | None = None
         self.last_kernel: Kernel | None = None
 
@@ -134,7 +138,7 @@ class Workbench:
     @property
     def _shape(self) -> str:
         s = self.setting.sizes
-        return f"T={s.T}, d={s.d}, n={s.n}, E={s.E}, K={s.K}, {self.activation}, {self.routing}"
+        return f"T={s.T}, d={s.d}, n={s.n}, E={s.E}, K={s.K}, {self.activation}, {self.routing}, {self.precision}"
 
     # --- The sources and the kernel ------------------------------------------------------------------------------------
 
@@ -268,7 +272,7 @@ class Workbench:
         return Times(self.product, floor_ms=None if gpu is None else self._floor_ms(gpu), **measured)
 
     def _floor_ms(self, gpu: str) -> float:
-        return cost.product_floor_ms(self.product, self.setting.sizes, gpu)
+        return cost.product_floor_ms(self.product, self.setting.sizes, gpu, self.precision)
 
     def timeline(self, tiles: int = 3, cta: int = 0) -> Timeline:
         """What each warp of one CTA does in its first ``tiles`` tiles, and when: by clock reads that are compiled in for this.
@@ -314,16 +318,13 @@ class Workbench:
 
     def _needs_hopper(self, what: str) -> None:
         if not self.on_gpu:
-            got = f"one of {torch.cuda.get_device_capability()}" if torch.cuda.is_available() else "none"
-            got = "device='cpu'" if _has_hopper() else got
-            raise RuntimeError(
-                f"{what}: expected a Hopper GPU (compute capability {HOPPER}), got {got}; check(), run(), kernel and "
-                "its sass, and diff() work without one"
-            )
+            got = arch.missing(_capability()) or f"{arch.WANTED}; device='cpu' was asked for"
+            raise RuntimeError(f"{what}: expected a GPU of {got}; check(), run(), kernel, sass and diff() need none")
 
     @cached_property
     def _inputs(self) -> Inputs:
         options: dict[str, Any] = {"activation": self.activation, "biases": bool(self.call.needs), "seed": self.seed}
+        options["quantized"] = bool(self.setting.element.scales)
         device = "cuda" if self.on_gpu else "cpu"
         case = make_case(self.setting.sizes, self.routing, device=device, **options)
         made = evaluate(YARDSTICK, case)
@@ -331,7 +332,8 @@ class Workbench:
         given = {name: pad_rows(made[name], case.dispatch.num_rows) for name in self.call.given}
         outputs = self.call.outputs(case, given, self.config)
         places = {name: places_of(outputs[name], case) for name in references}
-        return self._with_memory(case, given, outputs, references, places, _read(case, given))
+        self.call.takes(self.entry.run, case, given)  # quantizes
+        return self._with_memory(case, given, outputs, references, places, everything_read(case, given))
 
     def _with_memory(
         self,
@@ -361,7 +363,11 @@ class Workbench:
 
     def _in_use(self) -> dict[str, Tensor]:
         inputs = self._inputs
-        return {name: inputs.memory[name].values[: inputs.used(name)] for name in inputs.references}
+        values = {name: memory.values for name, memory in inputs.memory.items()}
+        return {name: self._numbers(name, values)[: inputs.used(name)] for name in inputs.references}
+
+    def _numbers(self, name: str, values: dict[str, Tensor]) -> Tensor:
+        return self.call.numbers(self._inputs.case, name, values)
 
     def _touched(self, name: str, memory: Poisoned) -> Tensor:
         """Elements of 16 bits that were written before an output, after it, and in rows that no pair has."""
@@ -385,11 +391,9 @@ class Workbench:
         return graph
 
 
-def _has_hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER
+def _capability() -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
-def _read(case: Case, given: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    """Every input."""
-    arrays = {name: getattr(case, name) for name in LAYERS_OWN} | case.drawn | given
-    return arrays | {f"dispatch.{name}": array for name, array in case.dispatch.arrays.items()}
+def _runs_kernels() -> bool:
+    return arch.arch_of(_capability()) is not None

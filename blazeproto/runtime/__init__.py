@@ -7,6 +7,7 @@ No torch in here, and Numba in `numba` and `warp` alone.
     rounding        numbers rounded to bf16 in NumPy
     memory          a view as a kernel's argument, as a CuPy array; a stream made current
     checks          of options
+    arch            the architectures of GPUs that kernels are written for
     driver          cubins loaded, kernels launched by addresses
     target          where launches go, if not to the driver
     cache           compiled kernels, kept in a folder

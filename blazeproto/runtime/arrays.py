@@ -25,6 +25,7 @@ ITEM_BYTES = {
     "int32": 4,
     "int64": 8,
     "uint8": 1,
+    "float8_e4m3fn": 1,
     "uint16": 2,
     "uint32": 4,
     "uint64": 8,

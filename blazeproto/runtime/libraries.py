@@ -7,6 +7,8 @@
     NumPy                      the twin       NumPy arrays; inside `launches_on` the kernels, on the target
     torch or JAX, on a CPU     the twin       of that library
 
+An array may be a named tuple of arrays (`blazeproto.gemm.e4m3.Quantized`).
+
 A twin is a function of the same signature that a CPU runs. Given float32 and nothing wider, it rounds to bf16 wherever
 the kernels store bf16 (``round_to="bf16"``), so that a laptop sees a GPU's numbers; float64 is not rounded. NumPy has no bf16
 but by ml_dtypes: such arrays, and torch's and JAX's, go through float32 and come back as bf16.
@@ -58,6 +60,7 @@ def any_library(
                 if options[name] is not None or signature.parameters[name].default is not None:
                     checked[name](name, options[name])
             array = args[0] if args else options.get(first)
+            array = _first_of(array)
             library = library_of(array)
             if library in (None, "a GPU's"):
                 arrays.view(array, first)  # Numba's are known by their protocol; what is no array ends here
@@ -100,6 +103,16 @@ def _is_host(array: Any) -> bool:
     return int(array.__dlpack_device__()[0]) == 1  # DLPack's kDLCPU
 
 
+def _is_record(value: Any) -> bool:
+    """Whether it is a named tuple of arrays, as quantized numbers and their scales are; a view of one array is none."""
+    return isinstance(value, tuple) and hasattr(value, "_fields") and type(value) is not arrays.DeviceArray
+
+
+def _first_of(value: Any) -> Any:
+    """The first array of a record; an array itself."""
+    return value[0] if _is_record(value) else value
+
+
 def _mapped(value: Any, name: str, change: Callable[[str, Any], Any]) -> Any:
     """``value`` with every array in it, however deep, changed; name: what errors call it."""
     if library_of(value) is not None:
@@ -110,6 +123,8 @@ def _mapped(value: Any, name: str, change: Callable[[str, Any], Any]) -> Any:
         return replace(value, **{key: change(f"{name}.{key}", array) for key, array in held.items()})
     if isinstance(value, Mapping):
         return {key: _mapped(inner, str(key), change) for key, inner in value.items()}
+    if _is_record(value):
+        return type(value)(*(_mapped(inner, f"{name}.{field}", change) for field, inner in value._asdict().items()))
     if type(value) in (tuple, list):
         return tuple(_mapped(inner, f"{name}[{index}]", change) for index, inner in enumerate(value))
     return value
@@ -126,7 +141,8 @@ class _HostCall:
         # The caller's array, NumPy's for the twin, and whether the two have the same memory.
         self.taken: dict[int, tuple[Any, Any, bool]] = {}
         self.float_dtypes: set[str] = set()
-        self.bfloat16 = array.dtype if _dtype_name(array) == "bfloat16" else None
+        array = _first_of(array)
+        self.bfloat16 = array.dtype if _dtype_name(array) in ("bfloat16", "float8_e4m3fn") else None
 
     def take(self, name: str, array: Any) -> Any:
         """As a NumPy array. ValueError for one on a GPU."""
@@ -157,6 +173,7 @@ class _HostCall:
         if self.library == "torch":
             torch = sys.modules["torch"]
             tensor = torch.from_numpy(values)
+            tensor = tensor.view(torch.float8_e4m3fn) if values.dtype == numpy.uint8 else tensor
             return tensor.to(torch.bfloat16) if rounded else tensor
         if self.library == "jax":
             from jax import numpy as jax_numpy
@@ -182,14 +199,16 @@ def _by_twin(
     result = twin(**taken)
     if is_dataclass(result):
         return _mapped(result, "", lambda _, values: call.give(values, "int32"))
-    results = result if isinstance(result, tuple) else (result,)
+    results = result if type(result) is tuple else (result,)
     given = taken.get("out")
     outputs = given if isinstance(given, tuple) else (given,) * len(results)
-    made = [
-        call.give(_in_out(values, out, f"out ({name})"), dtype)
-        for values, out, (name, dtype) in zip(results, outputs, makes.items(), strict=True)
-    ]
-    return tuple(made) if isinstance(result, tuple) else made[0]
+    made = []
+    for values, out, (name, dtype) in zip(results, outputs, makes.items(), strict=True):
+        if _is_record(values):
+            made.append(_mapped(values, name, lambda _, part: call.give(part, "float32")))
+        else:
+            made.append(call.give(_in_out(values, out, f"out ({name})"), dtype))
+    return tuple(made) if type(result) is tuple else made[0]
 
 
 def _in_out(values: Any, out: Any, name: str) -> Any:
@@ -220,6 +239,8 @@ def _to_numpy(array: Any, name: str) -> tuple[Any, bool]:
     library = library_of(array)
     if library == "torch":
         half = _dtype_name(array) == "bfloat16"
+        if _dtype_name(array) == "float8_e4m3fn":  # NumPy has bits
+            array = array.view(sys.modules["torch"].uint8)
         try:
             return (array.detach().float() if half else array.detach()).numpy(), not half
         except (RuntimeError, TypeError) as error:

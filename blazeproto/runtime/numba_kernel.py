@@ -24,8 +24,10 @@ from weakref import WeakSet
 
 from blazeproto.runtime import cache as compile_cache
 from blazeproto.runtime import driver, optional
+from blazeproto.runtime.arch import HOPPER, capability_of
 from blazeproto.runtime.target import Handle, in_simulator, is_target, simulated
 
+OF_HOPPER = HOPPER.capabilities[0]
 CACHE_FORMAT = "3"  # part of every key: raise it when what a cache entry holds changes
 PACKAGE = Path(__file__).resolve().parents[1]  # blazeproto/
 BEGAN = time.time()  # about when kernels are imported
@@ -60,7 +62,7 @@ class NumbaKernel:
         """The Python function itself."""
         return self.make(self.threads, **self.constants)
 
-    def ptx(self, capability: tuple[int, int] = (9, 0), *, lineinfo: bool = False) -> str:
+    def ptx(self, capability: tuple[int, int] = OF_HOPPER, *, lineinfo: bool = False) -> str:
         """PTX for a compute capability, from the cache or compiled now (about 1 s).
 
         lineinfo: with the source's lines, where the compiler can. Some instructions stand elsewhere then, so cubins are made
@@ -98,7 +100,7 @@ class NumbaKernel:
         )
         return code if isinstance(code, bytes) else code.encode()
 
-    def cubin(self, capability: tuple[int, int] = (9, 0)) -> tuple[str, bytes]:
+    def cubin(self, capability: tuple[int, int] = OF_HOPPER) -> tuple[str, bytes]:
         """Entry name and machine code, from the cache or compiled now (about 1 s)."""
         entry, code = self._kept(f"{self.key(capability)}.numba.cubin", lambda: self._link(capability)).split(b"\n", 1)
         return entry.decode(), code
@@ -117,7 +119,7 @@ class NumbaKernel:
         code = bytes(Linker(ObjectCode.from_ptx(ptx.encode()), options=options).link("cubin").code)
         return found[1].encode() + b"\n" + code
 
-    def key(self, capability: tuple[int, int] = (9, 0)) -> str:
+    def key(self, capability: tuple[int, int] = OF_HOPPER) -> str:
         """A hash of all that decides the machine code: sources, constants, compilers."""
         parts = [CACHE_FORMAT, self.name, self.parameters, self.threads, self.min_blocks, self.constants, capability]
         parts += [metadata.version(compiler) for compiler in ("numba", "numba-cuda")]
@@ -145,8 +147,7 @@ class NumbaKernel:
         if is_target(device):
             return Handle(self)
         if device not in self._functions:
-            capability = optional.cupy().cuda.Device(device).compute_capability
-            entry, code = self.cubin((int(capability[:-1]), int(capability[-1])))
+            entry, code = self.cubin(capability_of(device))
             # Of two threads the first one's stays: replacing it would unload code that the other may be launching.
             self._functions.setdefault(device, driver.load(code, entry, device))
             LOADED.add(self)

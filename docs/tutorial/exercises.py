@@ -134,9 +134,9 @@ def has_hopper() -> bool:
     """Whether there is a GPU that runs the products."""
     import torch
 
-    from blazeproto.autograd.backends import HOPPER_CAPABILITY
+    from blazeproto.runtime.arch import arch_of
 
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER_CAPABILITY
+    return torch.cuda.is_available() and arch_of(torch.cuda.get_device_capability()) is not None
 
 
 # --- Inputs and comparisons ----------------------------------------------------------------------------------------------
@@ -454,7 +454,7 @@ EXERCISES = {
             "swiglu_backward",
             "CUDA, in down_backward.cu's epilogue: add one hidden unit's share to d_score[h] and return {d_gate, d_up, a}, from "
             "d_a, score[h], value = f(gate), slope = f'(gate), up and up_slope.",
-            file="down_backward.cu",
+            file="down_backward.cuh",
             first="        const float act = value * up, d_a_scaled",
             last="score[h] * act};\n",
             product="down_backward_act",

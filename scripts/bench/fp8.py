@@ -29,8 +29,8 @@ from blazeproto.autograd import moe_mlp, quantize_weights
 from blazeproto.autograd.hopper_backend import rows_of
 from blazeproto.autograd.records import new_quantized
 from blazeproto.dispatch import build_dispatch
-from blazeproto.gemm import Sizes, down_backward, fp8, quantize
-from blazeproto.gemm.quantize import BLOCK, Quantized
+from blazeproto.gemm import Sizes, down_backward, linear, quantize, up, weight_fp8
+from blazeproto.gemm.e4m3 import BLOCK, Quantized, from_e4m3, to_e4m3
 from blazeproto.gemm.recipe import FP8
 from blazeproto.lab.calls import CALLS, Case
 from blazeproto.lab.oracle import EXACT, evaluate
@@ -136,7 +136,7 @@ class Operands:
             "d_down": d_up.view(-1)[: down.numel()].view_as(down) if one_gradient else torch.empty_like(down),
         }
         self.blocks_before = dispatch.expert_token_offsets.new_empty(E + 1)
-        self.partials = scores.new_empty(down_backward.score_partials(n, fp8.TILES), R)
+        self.partials = scores.new_empty(down_backward.score_partials(n), R)
 
     def calls(self) -> dict[str, Call]:
         """The launches of a forward and a backward, by name, in their order."""
@@ -147,15 +147,18 @@ class Operands:
             width, out = q[name].values.shape[1], q[f"{name}^T"]
             return partial(quantize.launch_transpose, q[name], at, before, range(width), out, gather=gather)
 
+        def gradient(product: str, left: str, right: str, dw: Tensor) -> Call:
+            return partial(weight_fp8.launch, product, q[f"{left}^T"], q[f"{right}^T"], at, before, dw=dw)
+
         return {
             "quantize x": partial(quantize.launch_rows, one.x, at, q["x"]),
             "quantize up": partial(quantize.launch_weights, one.up_proj, at, q["up_proj"], q["up_proj^T"]),
             "quantize down": partial(quantize.launch_weights, one.down_proj, at, q["down_proj"], q["down_proj^T"]),
-            "up": partial(fp8.launch_up, q["x"], q["up_proj"], at, activation=one.activation, h=q["h"], act=q["act"]),
-            "down": partial(fp8.launch_linear, q["act"], q["down_proj"], at, columns=columns, out=plain["y"]),
+            "up": partial(up.launch, q["x"], q["up_proj"], at, activation=one.activation, h=q["h"], act=q["act"]),
+            "down": partial(linear.launch, q["act"], q["down_proj"], at, columns=columns, out=plain["y"]),
             "quantize dO": partial(quantize.launch_rows, one.d_out, at, q["d_out"]),
             "dH": partial(
-                fp8.launch_down_backward,
+                down_backward.launch,
                 q["d_out"],
                 q["down_proj^T"],
                 q["h"],
@@ -167,20 +170,20 @@ class Operands:
                 d_scores=plain["d_scores"],
                 workspace=self.partials,
             ),
-            "dX": partial(fp8.launch_linear, q["dh"], q["up_proj^T"], at, columns=columns, out=plain["dx_rows"]),
+            "dX": partial(linear.launch, q["dh"], q["up_proj^T"], at, columns=columns, out=plain["dx_rows"]),
             "block offsets": partial(quantize.launch_block_offsets, at, before),
             "turn dO": turn("d_out", gather=True),
             "turn A'": turn("a_scaled", gather=False),
-            "dW_down": partial(fp8.launch_weight, q["d_out^T"], q["a_scaled^T"], at, before, dw=plain["d_down"]),
+            "dW_down": gradient("down_backward_weight", "d_out", "a_scaled", plain["d_down"]),
             "turn dH": turn("dh", gather=False),
             "turn x": turn("x", gather=True),
-            "dW_up": partial(fp8.launch_weight, q["dh^T"], q["x^T"], at, before, dw=plain["d_up"]),
+            "dW_up": gradient("up_backward_weight", "dh", "x", plain["d_up"]),
         }
 
     def made(self) -> dict[str, Tensor]:
         """The operands' numbers, and what is not quantized."""
         lying = (name for name in self.q if not name.endswith("^T"))
-        return {name: quantize.from_e4m3(torch, self.q[name], scale_of(name)) for name in lying} | self.plain
+        return {name: from_e4m3(torch, self.q[name], scale_of(name)) for name in lying} | self.plain
 
 
 def same_bits(a: Quantized, b: Quantized) -> bool:
@@ -192,7 +195,7 @@ def quantized_alike(o: Operands) -> list[bool]:
     """Whether x, dO, both weights and their transposes are the twins' bits."""
     given = {name: getattr(o.case, name) for name in ("x", "d_out", *WEIGHTS)}
     given |= {f"{name}^T": given[name].mT for name in WEIGHTS}
-    return [same_bits(o.q[name], quantize.to_e4m3(torch, of, scale_of(name))) for name, of in given.items()]
+    return [same_bits(o.q[name], to_e4m3(torch, of, scale_of(name))) for name, of in given.items()]
 
 
 def off(got: Tensor, exact: Tensor) -> float:

@@ -74,7 +74,7 @@ def _cuda_identity(kernel: Kernel) -> str:
     defines = (option[2:].replace("=", " ", 1) for option in kernel.options if option.startswith("-D"))
     source = "\n".join([*(f"#define {define}" for define in defines), kernel.source])
     launch = (kernel.threads, kernel.start_registers, kernel.dynamic_smem)
-    return _digest([kernel.entry, str(launch), *compile.OPTIONS, *options, preprocessed(source)])
+    return _digest([kernel.entry, str(launch), *kernel.arch.options, *options, preprocessed(source)])
 
 
 # ------------------------------------------------------------------------------------------- Python: kernels, benchmarks
@@ -251,7 +251,8 @@ def _numba_identity(kernel: NumbaKernel) -> str:
 TIMED_BY = ("scripts.", "blazeproto.lab.times")  # where what times a figure stands
 # The router's floor is blazeproto.cost's, to the digit; the exchange's had a checkout's path in it. A row has its sizes under
 # other names. A models' row borrows no figure of another run, and one more program can be measured. The language model's trainer
-# compares checksums and refuses options that do nothing. What launches blazeproto's kernels gives the backend a record.
+# compares checksums and refuses options that do nothing. What launches blazeproto's kernels gives the backend a record, and the
+# launches of quantized operands have other names.
 AS_BEFORE = {
     "0934be240837f86d": "338d3e0ffcef8934",  # scripts.bench.router.measure
     "6bb3e78b8fa01ba1": "f08de043680d90fa",  # scripts.bench.distributed.weak_scaling
@@ -269,10 +270,10 @@ AS_BEFORE = {
     "46cd499ea5760897": "c0ec37e3985636b7",  # scripts.bench.extras.bounded_workspace
     "dcf15b5ee66f1b51": "7d6ecb511e7da57e",  # scripts.bench.extras.four_million_tokens
     "cd299a9da41173e5": "9ee42f2c3df2f28e",  # scripts.bench.extras.skewed_routing
-    "478a7e76c2858201": "374c8cb786bcf083",  # scripts.bench.fp8.check
+    "478a7e76c2858201": "2f73bc3666d65467",  # scripts.bench.fp8.check
     "c744450bc572db3a": "ad79f9c1dbad2942",  # scripts.bench.fp8.in_a_row
     "22997ac49692f5de": "4a1b79d203792fa2",  # scripts.bench.fp8.layer
-    "7657ad5e66b167d4": "5f3022d77a42cf8f",  # scripts.bench.fp8.products
+    "7657ad5e66b167d4": "7975e73de92de118",  # scripts.bench.fp8.products
     "5b5ab315b667b24f": "16a3a3869df18277",  # scripts.bench.fp8_peers.layers
     "e620daa0b8275559": "01c8fc4c314284f5",  # scripts.bench.headline.run_of
     "58630920b97628e5": "81c46d8f078b3f3a",  # scripts.bench.layer.measure
@@ -367,9 +368,10 @@ def launched() -> Iterator[dict[str, Description]]:
 
 
 @cache
-def equal_kernels() -> dict[str, str]:
-    """By the identity of a kernel of earlier sources, that of today's which was shown to have the same PTX."""
-    found: dict[str, str] = json.loads((REPOSITORY / "results" / "equal_kernels.json").read_text())["kernels"]
+def equal_kernels() -> dict[str, dict[str, Any]]:
+    """kernels: by the identity of a kernel of earlier sources, that of today's which was shown to have the same code
+    (scripts.checks.equal_kernels).  descriptions: of those of today, by identity."""
+    found: dict[str, dict[str, Any]] = json.loads((REPOSITORY / "results" / "equal_kernels.json").read_text())
     return found
 
 
@@ -380,8 +382,9 @@ def is_current(name: str) -> bool:
 
 @cache
 def _is_made_here(name: str) -> bool:
+    today = equal_kernels()["kernels"].get(name, name)
     try:
-        return identity(made_again(KERNELS[name])) in (name, equal_kernels().get(name))
+        return identity(made_again(equal_kernels()["descriptions"].get(today, KERNELS[name]))) in (name, today)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("blazeproto"):
             return False

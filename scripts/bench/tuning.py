@@ -25,9 +25,10 @@ Written by `python -m scripts.bench.tuning` from results/h200/tune.json, which `
 
 from typing import Any
 
-# product -> (rows of an expert in the mean, d, n) -> what of the product's plain tiles (`tiles.PLAIN`) is changed.
+# architecture -> product -> (rows of an expert in the mean, d, n) -> what of the plain tiles (`tiles.PLAIN`) is changed.
 # fmt: off
-MEASURED: dict[str, dict[tuple[float, int, int], dict[str, Any]]] = {
+MEASURED: dict[str, dict[str, dict[tuple[float, int, int], dict[str, Any]]]] = {
+    "hopper": {
 '''
 WORTH = 0.99  # of the time: what a later candidate has to save before it is taken instead of an earlier one
 
@@ -49,7 +50,7 @@ def table(record: dict[str, Any]) -> str:
     """The text of the module, of a tuner's ``record``."""
     lines = []
     for product in CHOSEN:
-        lines.append(f'    "{product}": {{')
+        lines.append(f'        "{product}": {{')
         rows = [(Sizes(**row["cfg"]), row["ms"]) for row in record["rows"] if row["product"] == product]
         for sizes, ms in sorted(rows, key=lambda row: (row[0].d, row[0].n, row[0].rows / row[0].E)):
             plain, config = PLAIN[product], best(product, ms)
@@ -57,9 +58,9 @@ def table(record: dict[str, Any]) -> str:
                 field.name for field in fields(config) if getattr(config, field.name) != getattr(plain, field.name)
             ]
             changes = ", ".join(f'"{name}": {getattr(config, name)}' for name in names)
-            lines.append(f"        ({round(sizes.rows / sizes.E, 4)}, {sizes.d}, {sizes.n}): {{{changes}}},")
-        lines.append("    },")
-    return "\n".join([HEAD + lines[0], *lines[1:], "}", ""])
+            lines.append(f"            ({round(sizes.rows / sizes.E, 4)}, {sizes.d}, {sizes.n}): {{{changes}}},")
+        lines.append("        },")
+    return "\n".join([HEAD + lines[0], *lines[1:], "    },", "}", ""])
 
 
 def main() -> None:

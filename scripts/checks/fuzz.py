@@ -32,9 +32,10 @@ from blazeproto import dispatch, gemm
 from blazeproto.activations import ACTIVATIONS, activation_named, with_parameters
 from blazeproto.autograd import LowRank, SavePolicy, moe_mlp, quantize_weights
 from blazeproto.autograd.policy import padded_rank
-from blazeproto.gemm import Sizes, fp8, product
+from blazeproto.gemm import Sizes, product
 from blazeproto.gemm.compile import Kernel, compile_many
 from blazeproto.gemm.product import TRANSPOSED, Build, Variant
+from blazeproto.gemm.registry import quantized_kernels
 from blazeproto.gemm.tiles import CHOSEN, FORCED, PLAIN, force
 from blazeproto.lab import block_oracle
 from blazeproto.lab.accuracy import FP32_NOISE, Pool, worst_mismatches
@@ -438,7 +439,7 @@ PARTS = {
     "experts": Part(draw_experts, kernels_of_experts, check_experts, (*BACKENDS,)),
     "blocks": Part(draw_blocks, lambda seeds: gemm.all_kernels(), check_blocks, ("blocks",)),
     "fp8": Part(
-        draw_fp8, lambda seeds: [k for name in FP8_ACTIVATIONS for k in fp8.kernels(name)], check_fp8, ("fp8",)
+        draw_fp8, lambda seeds: [k for name in FP8_ACTIVATIONS for k in quantized_kernels(name)], check_fp8, ("fp8",)
     ),
 }
 

@@ -24,7 +24,9 @@ from blazeproto import MoE, Recipe, gemm
 from blazeproto.autograd import grouped_experts, moe_mlp, quantize_weights, saved_bytes
 from blazeproto.autograd.low_rank import LowRank
 from blazeproto.blocksparse import dMoE
-from blazeproto.gemm import fp8, quantize, registry
+from blazeproto.gemm import quantize, registry, weight_fp8
+from blazeproto.gemm.e4m3 import scale_of
+from blazeproto.gemm.registry import quantized_kernels
 
 SIZES = (37, 144, 256, 5, 3)
 
@@ -205,7 +207,7 @@ def test_a_scale_is_the_least_power_of_two_that_leaves_448(m):
     largest = np.ldexp(np.float32(448), exponents).astype(np.float32)
     above = np.nextafter(largest, np.float32(np.inf), dtype=np.float32)
     values = np.concatenate((largest, above, np.zeros(1, np.float32)))
-    made = quantize.scale_of(m, values if m is np else torch.from_numpy(values))
+    made = scale_of(m, values if m is np else torch.from_numpy(values))
     expected = np.ldexp(1.0, np.concatenate((exponents, exponents + 1, [-126])))
     np.testing.assert_array_equal(np.asarray(made), expected.astype(np.float32))
 
@@ -586,6 +588,6 @@ def test_biases_and_transposed_weights_are_refused(make_case):
 def test_prepare_compiles_its_kernels(monkeypatch):
     monkeypatch.setattr(registry, "compile_many", lambda kernels, jobs: list(kernels))
     kernels = gemm.prepare(64, 128, 4, 2, activation="geglu", precision="fp8")
-    weights = {fp8.weight_kernel(f32) for f32 in (False, True)}
-    assert weights < {*fp8.kernels("geglu")} and {*fp8.kernels("geglu"), *quantize.kernels()} <= {*kernels}
+    weights = {weight_fp8.kernel(f32=f32) for f32 in (False, True)}
+    assert weights < {*quantized_kernels("geglu")} and {*quantized_kernels("geglu"), *quantize.kernels()} <= {*kernels}
     assert not {*quantize.kernels()} & {*gemm.prepare(64, 128, 4, 2)}

@@ -17,8 +17,8 @@ from torch.nn.functional import silu
 
 from blazeproto.autograd import fp8_backend, mlp, quantize_weights, steps
 from blazeproto.dispatch import Dispatch
-from blazeproto.gemm import fp8, quantize
-from blazeproto.gemm.quantize import BLOCK, Quantized, from_e4m3, to_e4m3
+from blazeproto.gemm import down_backward, linear, quantize, up, weight_fp8
+from blazeproto.gemm.e4m3 import BLOCK, Quantized, from_e4m3, to_e4m3
 from tests.autograd.test_fp8 import formula
 
 SIZES = (137, 528, 128, 5, 3)  # a gradient of W_down in three slices of columns
@@ -76,7 +76,7 @@ def launch_up(x: Quantized, up_proj: Quantized, at: Dispatch, *, activation: str
         store(h, to_e4m3(torch, made, "1x128"), rows), store(act, to_e4m3(torch, silu(gate) * linear, "1x128"), rows)
 
 
-def launch_linear(a: Quantized, weights: Quantized, at: Dispatch, *, columns: range, out: Tensor) -> None:
+def launch_linear(a: Quantized, weights: Quantized, at: Dispatch, *, columns: range, out: Tensor, name: str) -> None:
     wide, of_experts = from_e4m3(torch, a, "1x128").double(), from_e4m3(torch, weights, "128x128").double()
     for expert, rows, _ in experts_of(at):
         out[rows] = wide[rows] @ of_experts[expert, columns.start : columns.stop].T
@@ -115,6 +115,7 @@ def launch_down_backward(
 
 
 def launch_weight(
+    name: str,
     left: Quantized,
     right: Quantized,
     at: Dispatch,
@@ -133,11 +134,17 @@ def launch_weight(
         dw[expert, first[0] : first[0] + made.shape[0], first[1] : first[1] + made.shape[1]] = made
 
 
-LAUNCHES = {
-    quantize: (launch_rows, launch_weights, launch_block_offsets, launch_transpose),
-    fp8: (launch_up, launch_linear, launch_down_backward, launch_weight),
-    fp8_backend: (launch_combine,),
-}
+LAUNCHES = (
+    *(
+        (quantize, each.__name__, each)
+        for each in (launch_rows, launch_weights, launch_block_offsets, launch_transpose)
+    ),
+    (up, "launch", launch_up),
+    (linear, "launch", launch_linear),
+    (down_backward, "launch", launch_down_backward),
+    (weight_fp8, "launch", launch_weight),
+    (fp8_backend, "launch_combine", launch_combine),
+)
 
 
 @pytest.fixture
@@ -154,10 +161,8 @@ def quantized_orders(monkeypatch):
 
         return run
 
-    for module, launches in LAUNCHES.items():
-        for launch in launches:
-            name = launch.__name__
-            monkeypatch.setattr(module, name, stand_in(getattr(module, name), launch))
+    for module, name, launch in LAUNCHES:
+        monkeypatch.setattr(module, name, stand_in(getattr(module, name), launch))
     monkeypatch.setattr(Dispatch, "num_rows", property(lambda self: len(self.expert_pair_indices)), raising=False)
     monkeypatch.setattr(fp8_backend.Hopper, "rows_of", staticmethod(lambda dispatch: dispatch))
     monkeypatch.setattr(fp8_backend, "current_stream", lambda _: 0)
@@ -200,13 +205,13 @@ def test_weights_are_rounded_to_the_dtype_of_x_first(quantized_orders):
 
 
 def test_dh_lies_over_h_which_nobody_else_reads(make_case, quantized_orders, monkeypatch):
-    launch, over = fp8.launch_down_backward, []
+    launch, over = down_backward.launch, []
 
     def seen(*given: Any, **named: Any) -> None:
         over.append(named["dh"].values.data_ptr() == given[2].values.data_ptr())
         launch(*given, **named)
 
-    monkeypatch.setattr(fp8, "launch_down_backward", seen)
+    monkeypatch.setattr(down_backward, "launch", seen)
     make_case(*SIZES).run(precision="fp8")
     assert over == [True]
 

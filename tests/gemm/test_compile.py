@@ -18,17 +18,16 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13"
 
 from blazeproto import gemm
 from blazeproto.activations import ACTIVATIONS
-from blazeproto.gemm import fp8, nvrtc, tiles
+from blazeproto.gemm import nvrtc, tiles, weight_fp8
 from blazeproto.gemm.combine import slice_widths
 from blazeproto.gemm.compile import CompileError, Kernel, compile_in_subprocess, compile_many
 from blazeproto.gemm.launch import MAP_BYTES, Params
 from blazeproto.gemm.product import PACKAGE, TRANSPOSED, Sizes, Variant, variants
-from blazeproto.gemm.rows import FP8_ROWS_PARAMS, ROWS_PARAMS
+from blazeproto.gemm.rows import QUANTIZED_ROWS_PARAMS, ROWS_PARAMS
 from blazeproto.gemm.tiles import (
     CHOSEN,
     FORCED,
     PLAIN,
-    SMEM_LIMIT,
     TILES,
     TileConfig,
     chosen,
@@ -39,6 +38,7 @@ from blazeproto.gemm.tiles import (
 from blazeproto.gemm.tuned import MEASURED
 from blazeproto.gemm.weight import WEIGHT_PARAMS
 from blazeproto.runtime import cache, driver
+from blazeproto.runtime.arch import HOPPER
 
 SOURCE = """
 #include "ptx.cuh"
@@ -326,7 +326,7 @@ def test_no_spills_and_no_serialised_wgmma(kernel: Kernel, compiled: Callable[[K
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert compiled(kernel).spills == 0, kernel.log
-    assert kernel.smem_bytes <= SMEM_LIMIT
+    assert kernel.smem_bytes <= HOPPER.smem_limit
 
 
 def layout_check(params: Params) -> str:
@@ -351,8 +351,8 @@ def layout_check(params: Params) -> str:
 STRUCTS = {
     "rows": (ROWS_PARAMS, gemm.kernel_for("up_forward")),
     "weights": (WEIGHT_PARAMS, gemm.kernel_for("up_backward_weight")),
-    "rows of fp8": (FP8_ROWS_PARAMS, fp8.linear_kernel()),
-    "weights of fp8": (fp8.WEIGHT_PARAMS, fp8.weight_kernel()),
+    "rows of fp8": (QUANTIZED_ROWS_PARAMS, gemm.kernel_for("down_forward", precision="fp8")),
+    "weights of fp8": (weight_fp8.PARAMS, weight_fp8.kernel()),
 }
 
 
@@ -389,12 +389,12 @@ def test_tiles_are_as_wide_as_leaves_few_columns_idle(columns: int, tile_n: int)
 
 @pytest.mark.parametrize("product", CHOSEN)
 def test_the_nearest_measured_layer_chooses_the_tiles(product: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for (rows, d, n), changes in MEASURED[product].items():
+    for (rows, d, n), changes in MEASURED["hopper"][product].items():
         expected = replace(PLAIN[product], **changes)
         assert chosen(product, round(1000 * rows), 1000, d, n) == expected
         assert chosen(product, round(1040 * rows), 1000, round(1.02 * d), n) == expected
         assert expected in chosen_for_any(product, d, n)
-    sizes = {(d, n) for _, d, n in MEASURED[product]} | {(64, 64), (0, 0), (3000, 5000)}
+    sizes = {(d, n) for _, d, n in MEASURED["hopper"][product]} | {(64, 64), (0, 0), (3000, 5000)}
     for (d, n), rows, experts in itertools.product(sizes, (0, 1, 7, 100, 6400, 10**6, 2**30), (1, 8, 512)):
         assert chosen(product, rows, experts, d, n) in chosen_for_any(product, d, n)
     monkeypatch.setitem(TILES, product, TileConfig(deferred=False))
@@ -411,7 +411,7 @@ def test_the_nearest_layer_is_nearest_by_ratios(monkeypatch: pytest.MonkeyPatch)
     layers |= {(100.0, 1000, 4000): {"few_rows": True}}
     # Three octaves of rows away from (50, 1000, 64000), and 1.9 of rows and of d: nearer, of squares.
     layers |= {(6.25, 1000, 64000): {"deferred": False}, (186.6, 3732, 64000): {"tile_n": 128}}
-    monkeypatch.setitem(MEASURED, "up_forward", layers)
+    monkeypatch.setitem(MEASURED["hopper"], "up_forward", layers)
     tiles._nearest.cache_clear()
     try:
         for sizes, changes in {
@@ -440,7 +440,7 @@ def test_rows_are_counted_in_quarter_octaves_between_the_ends(monkeypatch: pytes
     ]
     octaves = (-8, -7, 0, 0.6, 18, 20)
     layers = {(2**octave, 1000, 1000): change for octave, change in zip(octaves, changes, strict=True)}
-    monkeypatch.setitem(MEASURED, "up_forward", layers)
+    monkeypatch.setitem(MEASURED["hopper"], "up_forward", layers)
     tiles._nearest.cache_clear()
     try:
         expected = [replace(PLAIN["up_forward"], **change) for change in changes]
@@ -473,7 +473,7 @@ def test_forced_tiles_are_every_launch_s(monkeypatch: pytest.MonkeyPatch) -> Non
         }
     force()
     assert all(TILES[name] is PLAIN[name] for name in CHOSEN)
-    in_table = {frozenset(changes.items()) for layers in MEASURED.values() for changes in layers.values()}
+    in_table = {frozenset(changes.items()) for layers in MEASURED["hopper"].values() for changes in layers.values()}
     assert in_table - {frozenset({"few_rows": True, "tile_n": 128}.items())} <= {frozenset(f.items()) for f in FORCED}
 
 
@@ -483,7 +483,7 @@ def test_the_tables_tiles_have_no_spills_in_any_variant(product: str) -> None:
     """Those of the compile-all list have the plain tiles."""
     made = gemm.PRODUCTS[product]
     assert made.kernel is not None
-    choices = {tuple(changes.items()) for changes in MEASURED[product].values()}
+    choices = {tuple(changes.items()) for changes in MEASURED["hopper"][product].values()}
     options = {"activation": ACTIVATIONS} | ({"bias": (False, True)} if "bias" in made.options else {})
     ranks = variants(activation=TRANSPOSED, transposed=(False, True), rank=(16, 64))
     for changes, variant in itertools.product(choices, [*variants(**options), *ranks]):
@@ -577,7 +577,7 @@ TILED = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("product", "config"), TILED)
 def test_every_tile_on_offer_compiles(product: str, config: TileConfig) -> None:
-    assert compile_in_subprocess(gemm.kernel_for(product, config)).smem_bytes <= SMEM_LIMIT
+    assert compile_in_subprocess(gemm.kernel_for(product, config)).smem_bytes <= HOPPER.smem_limit
 
 
 def test_the_last_stage_of_low_rank_factors_is_as_short_as_the_rank() -> None:

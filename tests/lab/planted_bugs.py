@@ -88,7 +88,7 @@ BUGS = (
         "down_backward_act",
         (
             (
-                "down_backward.cu",
+                "down_backward.cuh",
                 "d_score[h] += __shfl_xor_sync(~0u, d_score[h], 2);",
                 """const float other = __shfl_xor_sync(~0u, d_score[h], 2);
             if (tile.expert != 3) d_score[h] += other;""",

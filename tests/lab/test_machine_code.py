@@ -12,9 +12,10 @@ import pytest
 
 from blazeproto import gemm
 from blazeproto.gemm import nvrtc
-from blazeproto.gemm.compile import OPTIONS, Kernel
+from blazeproto.gemm.compile import Kernel
 from blazeproto.lab import Workbench, machine_code
 from blazeproto.lab.sass import Instruction, MachineCode
+from blazeproto.runtime.arch import HOPPER
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
 
@@ -226,7 +227,7 @@ def test_without_line_information(tmp_path: Path) -> None:
     path = tmp_path / "empty.cu"
     path.write_text('extern "C" __global__ void empty(int* x) { *x = 1; }\n')
     with_lines, without = Kernel(str(path), "empty"), Kernel(str(path), "empty")
-    options = [option for option in OPTIONS if option != "-lineinfo"]
+    options = [option for option in HOPPER.options if option != "-lineinfo"]
     without.__dict__["binary"] = nvrtc.compile(str(path), options)
     code = machine_code(with_lines)
     assert {group.line.file for group in code.groups if group.line} == {"empty.cu"}

@@ -21,7 +21,7 @@ SMALL = {"T": 150, "d": 72, "n": 72, "E": 3, "K": 2}
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workbench, "_has_hopper", lambda: False)
+    monkeypatch.setattr(workbench, "_runs_kernels", lambda: False)
 
 
 def test_the_up_projection_is_right_and_has_no_race(capsys: pytest.CaptureFixture[str]) -> None:

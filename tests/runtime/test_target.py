@@ -22,9 +22,10 @@ from blazeproto.gemm import launch, tickets
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.launch import Box, Params
 from blazeproto.gemm.rows import ROWS_PARAMS
-from blazeproto.gemm.tiles import CHOSEN, PLAIN, SMEM_LIMIT, TILES
+from blazeproto.gemm.tiles import CHOSEN, PLAIN, TILES
 from blazeproto.gemm.weight import WEIGHT_PARAMS
 from blazeproto.runtime import arrays, driver, memory, numba_kernel, optional, target
+from blazeproto.runtime.arch import HOPPER
 from blazeproto.runtime.numba_kernel import NumbaKernel
 from blazeproto.runtime.target import launches_on
 from tests.runtime.calls import CALLS
@@ -119,8 +120,8 @@ X, UP, H, ACT, DOWN, SCORES = bits(T, D), bits(E, 2 * N, D), bits(R, 2 * N), bit
 OUT_F32, D_SCORES, DW, BIAS = f32(T, D), f32(R), f32(E, D, N), bits(E, D)
 OF_32 = dispatch_twin.build_dispatch(np.arange(64, dtype=np.int32).reshape(-1, 1) % 32, 32)
 BY_ROWS = {"offsets": "expert_token_offsets", "pairs.pair_indices": "expert_pair_indices"}
-TILED = (384, SMEM_LIMIT)  # threads, shared memory
-WITH_EPILOGUE = (512, SMEM_LIMIT)
+TILED = (384, HOPPER.smem_limit)  # threads, shared memory
+WITH_EPILOGUE = (512, HOPPER.smem_limit)
 NONE: Mapping[str, Any] = MappingProxyType({})
 
 

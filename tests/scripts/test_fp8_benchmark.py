@@ -16,7 +16,7 @@ from torch import Tensor
 from blazeproto.dispatch import Dispatch
 from blazeproto.dispatch.structures import Addresses, addresses
 from blazeproto.gemm import Sizes
-from blazeproto.gemm.quantize import Quantized
+from blazeproto.gemm.e4m3 import Quantized
 from blazeproto.lab.oracle import EXACT, evaluate
 from blazeproto.lab.target import Machine
 from blazeproto.runtime.arrays import view

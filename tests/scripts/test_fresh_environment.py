@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from blazeproto.runtime import optional
+from blazeproto.runtime.arch import arch_of
 from tests import pages
 from tests.scripts.test_sdist import SIMULATOR, STEM, built
 
@@ -86,7 +87,7 @@ def fresh(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 
 def hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return torch.cuda.is_available() and arch_of(torch.cuda.get_device_capability()) is not None
 
 
 def test_readme_and_pages_say_how_to_install() -> None:

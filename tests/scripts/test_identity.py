@@ -17,14 +17,16 @@ import pytest
 
 from blazeproto import gemm
 from blazeproto.dispatch import limit, tiled
-from blazeproto.gemm import Sizes, compile, fp8
+from blazeproto.gemm import Sizes, compile
 from blazeproto.gemm.compile import CUDA_SOURCES, Kernel
 from blazeproto.gemm.product import PACKAGE, Variant
+from blazeproto.gemm.registry import quantized_kernels
 from blazeproto.gemm.tiles import TILES, TileConfig
 from blazeproto.router import topk
 from blazeproto.runtime import driver, numba_kernel
 from blazeproto.runtime.numba_kernel import NumbaKernel
 from scripts.bench import common, identity, layer_tiles, module
+from scripts.checks import equal_kernels
 
 # ------------------------------------------------------------------------------------------------------- CUDA kernels
 
@@ -342,7 +344,7 @@ def test_tiles_may_be_those_of_another_number_of_rows() -> None:
     described = identity.described(gemm.PRODUCTS["up_forward"].kernel(many, Variant(), PACKAGE))
     assert layer_tiles.other_tiles(described, common.cfg_of(sizes))
     assert not layer_tiles.other_tiles(described, common.cfg_of(sizes), [1000, 8192])
-    assert not any(layer_tiles.other_tiles(identity.described(of), common.cfg_of(sizes)) for of in fp8.kernels())
+    assert not any(layer_tiles.other_tiles(identity.described(of), common.cfg_of(sizes)) for of in quantized_kernels())
 
 
 def test_what_is_left_of_a_kernel_whose_source_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,3 +411,20 @@ def test_the_protocol_moves_with_a_constant_and_with_what_a_peer_does(
     edit(peers / "sonic.py", "False, False", "False, True")
     assert identity.protocol_identity.__wrapped__(name) != before
     assert identity.protocol_identity("scripts.bench.module.gone") == ""
+
+
+def test_a_kernel_of_equal_code_is_todays_under_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file, its entry and its macros may be others; what it led to before leads on."""
+    kernel = gemm.kernel_for("up_forward")
+    name, described = identity.identity(kernel), identity.described(kernel)
+    gone: dict[str, Any] = {"file": "gone.cu", "entry": "gone", "defines": {}, "options": []}
+    old = {"a" * 16: {"code": "1"}, "b" * 16: {"code": "2"}, name: {"code": "3"}}
+    old = {key: each | {"described": gone} for key, each in old.items()}
+    new = {name: {"code": "1", "described": described}}
+    table = equal_kernels.extended({"kernels": {"c" * 16: "a" * 16}, "descriptions": {}}, old, new)
+    assert table == {"kernels": {"a" * 16: name, "c" * 16: name}, "descriptions": {name: described}}
+    monkeypatch.setattr(identity, "equal_kernels", lambda: table)
+    for earlier in ("a" * 16, "b" * 16):
+        monkeypatch.setitem(identity.KERNELS, earlier, gone)
+        identity._is_made_here.cache_clear()
+        assert identity.is_current(earlier) == (earlier in table["kernels"])

@@ -51,7 +51,7 @@ def test_without_a_gpu_there_is_one_line_and_no_file(
     with pytest.raises(SystemExit) as end:
         module.main()
     assert end.value.code == 2
-    expected = "error: needs a CUDA device of compute capability 9.0, there is none; nothing was run\n"
+    expected = "error: needs a CUDA device of compute capability 9.0; there is none; nothing was run\n"
     assert "".join(capfd.readouterr()) == expected
     assert not [*tmp_path.iterdir()]
 

@@ -26,35 +26,16 @@
 // past its expert's end it uses nothing.
 //
 // Floor: max(2 n d R / 785 TFLOP/s, (2 d T + 2 n d E + 2 (2n + 2n + n) R) bytes / 4.24 TB/s) for a gated layer.
-#include "epilogue.cuh"
+#include "down_backward.cuh"
 #include "layout.cuh"
-#include "varlen_m.cuh"
 
 static_assert(!DEFERRED, "dA' stays in fp32: no registers for it beside the next tile's accumulators");
-using Scheduler = TileScheduler<BN>;
+constexpr int H_COLUMNS = SLAB;  // hidden units in a stage
 
-struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
-    static constexpr int SMEM_BYTES = 0, PARTS = 0;
-    static constexpr int H_COLUMNS = SLAB;                // hidden units in a stage
-    static constexpr int PLANE_BYTES = BM * SWIZZLE_ROW;  // gate, up or A' of a stage
+struct DownBackwardEpilogue : DownBackward<H_COLUMNS, false> {
     static constexpr int H_BYTES = (GATED ? 2 : 1) * PLANE_BYTES;
-    static_assert(3 * PLANE_BYTES <= STAGE_BYTES, "gate, up and A' of a tile's rows in one stage");
     static constexpr bool LOOKS_AHEAD = true;
-    const RowsParams& p;
-    uint32_t unreleased = 0;     // the empty barrier of the stage that is still being stored, or 0
-    float score[2], d_score[2];  // S and dS of this thread's rows
-    RowTile tile;
-
-    DEVICE explicit DownBackwardEpilogue(const RowsParams& params) : p(params) {}
-
-    // The stages of H, behind a tile's stages of A and B.
-    DEVICE static int ring_stages(const RowsParams& p, const RowTile& of) {
-#if CLUSTER > 1
-        return BN / H_COLUMNS;  // the same for every CTA of the cluster
-#else
-        return (min(BN, p.columns - of.column) + H_COLUMNS - 1) / H_COLUMNS;
-#endif
-    }
+    using DownBackward::DownBackward;
 
     // By one thread of the producer.
     DEVICE static void load_stage(const RowsParams& p, const Ring& ring, const RowTile& of, int index) {
@@ -94,13 +75,7 @@ struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
         store_score_gradient();
     }
 
-    // The tile before is stored before its last stage is needed again: no stage would come otherwise.
-    template <class SkipTile>
-    DEVICE void skip(SkipTile skip_tile) {
-        release_stored();
-        skip_tile();
-    }
-
+   private:
     DEVICE void work_on_stage(const float* d_acts, const Ring& ring, int column) {
         const uint32_t gates = ring.a() + consumer_index() * STRIP * SWIZZLE_ROW, scaled = gates + 2 * PLANE_BYTES;
 #pragma unroll
@@ -137,34 +112,6 @@ struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
         }
         MARK(END, STORE);
         unreleased = ring.empty_barrier();
-    }
-
-    // Waits until TMA has read the stage that was stored last, and releases it. One thread arrives for its consumer's four
-    // warps.
-    DEVICE void release_stored() {
-        if (warpgroup_thread() == 0 && unreleased) {
-            bulk_wait_group_read<0>();
-#if CLUSTER > 1
-#pragma unroll
-            for (int rank = 0; rank < CLUSTER; ++rank) mbarrier_arrive_cluster(unreleased, rank, WARPGROUP_WARPS);
-#else
-            mbarrier_arrive(unreleased, WARPGROUP_WARPS);
-#endif
-        }
-        unreleased = 0;
-    }
-
-    struct Unit {
-        float d_gate, d_up, a;
-    };
-
-    // Of one hidden unit in row h. Adds to the row's sum of dS.
-    DEVICE Unit of_unit(float gate, float up_value, float d_a, int h) {
-        const auto [value, slope] = nonlinearity(gate);
-        const auto [up, up_slope] = GATED ? linear_half(up_value) : ValueAndSlope{1.0f, 0.0f};
-        const float act = value * up, d_a_scaled = score[h] * d_a;
-        d_score[h] += d_a * act;
-        return {d_a_scaled * up * slope, d_a_scaled * value * up_slope, score[h] * act};
     }
 
     // A block of 16 hidden units in place: gate, up -> dgate, dup, and A'.
@@ -204,18 +151,6 @@ struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
             scaled[i] = pack_bf16(first.a, second.a);
         }
         stmatrix_x4(scaled_at, scaled);
-    }
-
-    // A row's sum over this tile's columns, in a fixed order: a thread's columns, then the four lanes of a row.
-    DEVICE void store_score_gradient() {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            d_score[h] += __shfl_xor_sync(~0u, d_score[h], 1);
-            d_score[h] += __shfl_xor_sync(~0u, d_score[h], 2);
-            const int row = tile.row + strip_row(h);
-            if (threadIdx.x % 4 == 0 && row < tile.row_end)
-                p.reduction_out[int64_t(tile.column / BN) * p.rows + row] = d_score[h];
-        }
     }
 };
 

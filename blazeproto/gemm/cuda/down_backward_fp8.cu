@@ -18,33 +18,14 @@
 // dH_q and its scales may be the same memory as H_q and its.
 //
 // Floor: max(2 n d R / 1480 TFLOP/s, (d T + n d E + (2n + 2n + n) R) bytes / 4.24 TB/s).
-#include "activation.cuh"
 #include "block_scales.cuh"
-#include "varlen_m.cuh"
+#include "down_backward.cuh"
 
 static_assert(GATED && PAIRED_ROWS && BN == 2 * BLOCK, "gate and up are halves of H; two blocks in a tile");
-using Scheduler = TileScheduler<BN>;
 
-struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
-    static constexpr int SMEM_BYTES = 0, PARTS = 0;
-    static constexpr int PLANE_BYTES = BM * SWIZZLE_ROW;  // gate, up or A' of a stage: a block's 128 hidden units
-    static_assert(3 * PLANE_BYTES <= STAGE_BYTES, "gate, up and A' of a tile's rows in one stage");
-    const RowsParams& p;
-    uint32_t unreleased = 0;     // the empty barrier of the stage that is still being stored, or 0
-    float token_scale[2];        // of dO of this thread's rows
-    float score[2], d_score[2];  // S and dS
-    RowTile tile;
 
-    DEVICE explicit DownBackwardEpilogue(const RowsParams& params) : p(params) {}
-
-    // The stages of H, behind a tile's stages of A and B.
-    DEVICE static int ring_stages(const RowsParams& p, const RowTile& of) {
-#if CLUSTER > 1
-        return BN / BLOCK;  // the same for every CTA of the cluster
-#else
-        return min(BN, p.columns - of.column) / BLOCK;
-#endif
-    }
+struct DownBackwardEpilogue : DownBackward<BLOCK, true> {
+    using DownBackward::DownBackward;
 
     // By one thread of the producer.
     DEVICE static void load_stage(const RowsParams& p, const Ring& ring, const RowTile& of, int index) {
@@ -90,13 +71,6 @@ struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
         store_score_gradient();
     }
 
-    // The tile before is stored before its last stage is needed again: no stage would come otherwise.
-    template <class SkipTile>
-    DEVICE void skip(SkipTile skip_tile) {
-        release_stored();
-        skip_tile();
-    }
-
    private:
     // Where the scales of a plane's block lie, by rows.
     DEVICE int64_t scales_of(int column, int plane) const { return int64_t((plane * p.columns + column) / BLOCK) * p.rows; }
@@ -133,34 +107,6 @@ struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
         }
         MARK(END, STORE);
         unreleased = ring.empty_barrier();
-    }
-
-    // Waits until TMA has read the stage that was stored last, and releases it. One thread arrives for its consumer's four
-    // warps.
-    DEVICE void release_stored() {
-        if (warpgroup_thread() == 0 && unreleased) {
-            bulk_wait_group_read<0>();
-#if CLUSTER > 1
-#pragma unroll
-            for (int rank = 0; rank < CLUSTER; ++rank) mbarrier_arrive_cluster(unreleased, rank, WARPGROUP_WARPS);
-#else
-            mbarrier_arrive(unreleased, WARPGROUP_WARPS);
-#endif
-        }
-        unreleased = 0;
-    }
-
-    struct Unit {
-        float d_gate, d_up, a;
-    };
-
-    // Of one hidden unit in row h. Adds to the row's sum of dS.
-    DEVICE Unit of_unit(float gate, float up_value, float d_a, int h) {
-        const auto [value, slope] = nonlinearity(gate);
-        const auto [up, up_slope] = linear_half(up_value);
-        const float act = value * up, d_a_scaled = score[h] * d_a;
-        d_score[h] += d_a * act;
-        return {d_a_scaled * up * slope, d_a_scaled * value * up_slope, score[h] * act};
     }
 
     // Of this strip's block: gate, up -> dgate, dup, A', packed. gates_at: of gate's block, slab_address(..., 0), which is returned.
@@ -206,18 +152,6 @@ struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
             }
         }
         return gates_at;
-    }
-
-    // A row's sum over this tile's columns, in a fixed order: a thread's columns, then the four lanes of a row.
-    DEVICE void store_score_gradient() {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            d_score[h] += __shfl_xor_sync(~0u, d_score[h], 1);
-            d_score[h] += __shfl_xor_sync(~0u, d_score[h], 2);
-            const int row = tile.row + strip_row(h);
-            if (threadIdx.x % 4 == 0 && row < tile.row_end)
-                p.reduction_out[int64_t(tile.column / BN) * p.rows + row] = d_score[h];
-        }
     }
 };
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ from blazeproto import gemm
 from blazeproto.activations import activate, activate_backward
 from blazeproto.dispatch import reference
 from blazeproto.dispatch.structures import Addresses, Dispatch, addresses
-from blazeproto.gemm import down_backward, fp8, product, quantize
+from blazeproto.gemm import down_backward, linear, product, quantize, up, weight_fp8
+from blazeproto.gemm.e4m3 import BLOCK, Quantized, blocks, from_e4m3, to_e4m3
 from blazeproto.gemm.product import Build
-from blazeproto.gemm.quantize import BLOCK, Quantized, blocks
 from blazeproto.lab.target import Machine
 from blazeproto.runtime import driver
 from blazeproto.runtime.arrays import view
-from blazeproto.runtime.rounding import bfloat16_bits, from_bfloat16_bits, to_bfloat16
+from blazeproto.runtime.rounding import E4M3, bfloat16_bits, from_bfloat16_bits, to_bfloat16
 from blazeproto.runtime.target import device_of, launches_on
 
 SOURCES = Path(gemm.__file__).parent / "cuda"
@@ -123,12 +124,12 @@ def test_quantizing_gives_the_twins_bits() -> None:
     x = hostile(layer.rng, 40, 144)
     made = Quantized(np.empty((40, 144), np.uint8), np.empty(40, np.float32))
     layer.run(quantize.launch_rows, x, None, made)
-    same(made, quantize.to_e4m3(np, from_bfloat16_bits(x), "token"))
+    same(made, to_e4m3(np, from_bfloat16_bits(x), "token"))
     weights = hostile(layer.rng, 2, 272, 144)
     made = Quantized(np.empty((2, 272, 144), np.uint8), np.empty((2, 3, 2), np.float32))
     turned = Quantized(np.empty((2, 144, 272), np.uint8), np.empty((2, 2, 3), np.float32))
     layer.run(quantize.launch_weights, weights, None, made, turned)
-    twin = quantize.to_e4m3(np, from_bfloat16_bits(weights), "128x128")
+    twin = to_e4m3(np, from_bfloat16_bits(weights), "128x128")
     same(made, twin)
     same(turned, Quantized(twin.values.swapaxes(1, 2), twin.scales.swapaxes(1, 2)))
     for alone, out in ((made, ("out", "transposed")), (turned, ("transposed", "out"))):
@@ -154,10 +155,10 @@ def test_turned_rows_are_the_rows(gather: bool) -> None:
         part = slice(columns.start, columns.stop), slice(columns.start // BLOCK, blocks(columns.stop))
         of = Quantized(made[part[0]], turned.scales[part[1]])
         layer.run(quantize.launch_transpose, rows, None, before, columns, of, gather=gather)
-    wide = quantize.from_e4m3(np, rows, "token")[layer.token] if gather else quantize.from_e4m3(np, rows, "1x128")
+    wide = from_e4m3(np, rows, "token")[layer.token] if gather else from_e4m3(np, rows, "1x128")
     used = before[-1] * BLOCK
     scales = np.repeat(np.repeat(turned.scales, BLOCK, 0)[:width], BLOCK, 1)[:, :used]
-    back = quantize.E4M3[turned.values[:, :used]] * scales
+    back = E4M3[turned.values[:, :used]] * scales
     expected = np.zeros((width, used), np.float32)
     for expert, (begin, end) in enumerate(zip(layer.ends[:-1], layer.ends[1:], strict=True)):
         expected[:, before[expert] * BLOCK :][:, : end - begin] = wide[begin:end].T
@@ -194,8 +195,8 @@ def test_nothing_is_launched_for_no_rows(monkeypatch: pytest.MonkeyPatch) -> Non
         rows, out = none._replace(scales=np.empty(scales, np.float32)), layer.e4m3(128, 0, scales=(1, 0))
         layer.run(quantize.launch_transpose, rows, None, np.zeros(4, np.int32), range(128), out, gather=gather)
     h, act, y = layer.room(256), layer.room(128), np.empty((0, 128), np.uint16)
-    layer.run(fp8.launch_up, layer.tokens(128), layer.weights(256, 128), None, h=h, act=act, **SWIGLU)
-    layer.run(fp8.launch_linear, act, layer.weights(128, 128), None, columns=range(128), out=y)
+    layer.run(up.launch, layer.tokens(128), layer.weights(256, 128), None, h=h, act=act, **SWIGLU)
+    layer.run(linear.launch, act, layer.weights(128, 128), None, columns=range(128), out=y)
 
 
 def test_a_row_without_a_scale_makes_its_block_of_the_transpose_nan() -> None:
@@ -218,9 +219,9 @@ def y_of(layer: Layer, *slices: range) -> tuple[np.ndarray, np.ndarray, np.ndarr
     act, down, made = layer.of_rows(layer.n), layer.weights(layer.d, layer.n), list[np.ndarray]()
     for columns in slices or (range(layer.d),):
         y = np.full((layer.rows, len(columns)), 0x7FC1, np.uint16)
-        layer.run(fp8.launch_linear, act, down, None, columns=columns, out=y)
+        layer.run(linear.launch, act, down, None, columns=columns, out=y)
         made.append(from_bfloat16_bits(y))
-    exact, most = layer.product(quantize.from_e4m3(np, act, "1x128"), quantize.from_e4m3(np, down, "128x128"))
+    exact, most = layer.product(from_e4m3(np, act, "1x128"), from_e4m3(np, down, "128x128"))
     return np.concatenate(made, 1), exact, most
 
 
@@ -249,19 +250,19 @@ def test_sums_that_stay_in_the_tensor_core_are_seen(promoted: bool, tmp_path: Pa
         assert text.count(old) == 1
         text = text.replace(old, new)
     (sources / "fp8.cuh").write_text(text)
-    with product.alone({"linear_fp8": Build(sources=sources)}):
+    with product.alone({"down_forward": Build(sources=sources)}):
         assert near(*y_of(layer)) == promoted
 
 
 def test_the_up_projection_is_right_and_quantizes() -> None:
     layer = Layer(80, 144, 128, 3, 2)
-    x, up, h, act = layer.tokens(144), layer.weights(256, 144), layer.room(256), layer.room(128)
-    layer.run(fp8.launch_up, x, up, None, h=h, act=act, **SWIGLU)
-    exact, most = layer.product(quantize.from_e4m3(np, x, "token")[layer.token], quantize.from_e4m3(np, up, "128x128"))
-    assert near(quantize.from_e4m3(np, h, "1x128"), exact, most + 2.0**-9 * scales_of(h), 2.0**-4 + 2.0**-8)
+    x, up_proj, h, act = layer.tokens(144), layer.weights(256, 144), layer.room(256), layer.room(128)
+    layer.run(up.launch, x, up_proj, None, h=h, act=act, **SWIGLU)
+    exact, most = layer.product(from_e4m3(np, x, "token")[layer.token], from_e4m3(np, up_proj, "128x128"))
+    assert near(from_e4m3(np, h, "1x128"), exact, most + 2.0**-9 * scales_of(h), 2.0**-4 + 2.0**-8)
     made = activate(to_bfloat16(exact), "swiglu")
-    assert np.linalg.norm(quantize.from_e4m3(np, act, "1x128") - made) < 2.0**-4 * np.linalg.norm(made)
-    largest = np.abs(quantize.from_e4m3(np, h, "1x128") / scales_of(h)).reshape(layer.rows, -1, BLOCK).max(2)
+    assert np.linalg.norm(from_e4m3(np, act, "1x128") - made) < 2.0**-4 * np.linalg.norm(made)
+    largest = np.abs(from_e4m3(np, h, "1x128") / scales_of(h)).reshape(layer.rows, -1, BLOCK).max(2)
     assert (largest > 200).all() and (largest <= 448).all()
 
 
@@ -275,16 +276,14 @@ def test_the_down_projections_backward_is_right_in_place_of_h(n: int) -> None:
     layer = Layer(80, 144, n, 2, 2)
     layer.machine = Machine(1)
     d_out, down, h, a_scaled = layer.tokens(144), layer.weights(n, 144), layer.of_rows(2 * n), layer.room(n)
-    before, d_scores = quantize.from_e4m3(np, h, "1x128").astype(np.float64), np.full(layer.rows, np.nan, np.float32)
-    sums = np.empty((down_backward.score_partials(n, fp8.TILES), layer.rows), np.float32)
+    before, d_scores = from_e4m3(np, h, "1x128").astype(np.float64), np.full(layer.rows, np.nan, np.float32)
+    sums = np.empty((down_backward.score_partials(n), layer.rows), np.float32)
     made = {"dh": h, "a_scaled": a_scaled, "d_scores": d_scores, "workspace": sums}
-    layer.run(fp8.launch_down_backward, d_out, down, h, layer.scores, None, **made, **SWIGLU)
-    d_act, _ = layer.product(
-        quantize.from_e4m3(np, d_out, "token")[layer.token], quantize.from_e4m3(np, down, "128x128")
-    )
+    layer.run(down_backward.launch, d_out, down, h, layer.scores, None, **made, **SWIGLU)
+    d_act, _ = layer.product(from_e4m3(np, d_out, "token")[layer.token], from_e4m3(np, down, "128x128"))
     act, scores = activate(before, "swiglu"), layer.scores[layer.pair][:, None]
     for got, exact in ((h, activate_backward(before, scores * d_act, "swiglu")), (a_scaled, scores * act)):
-        assert near(quantize.from_e4m3(np, got, "1x128"), exact, scales_of(got) * 2.0**-3, 2.0**-4 + 2.0**-8)
+        assert near(from_e4m3(np, got, "1x128"), exact, scales_of(got) * 2.0**-3, 2.0**-4 + 2.0**-8)
     most = np.abs(d_act * act).sum(1) * 4 * LOST
     assert (np.abs(d_scores[layer.pair] - (d_act * act).sum(1)) <= most).all()
 
@@ -312,10 +311,11 @@ def test_weight_gradients_are_right(f32: bool) -> None:
     for columns in (range(144),) if f32 else (range(128), range(128, 144)):
         first = (0, columns.start)
         right = turned(tokens, columns, True)
-        layer.run(fp8.launch_weight, left, right, None, before, dw=dw, first=first, f32=f32, accumulate=f32)
+        launch = partial(weight_fp8.launch, "up_backward_weight")
+        layer.run(launch, left, right, None, before, dw=dw, first=first, f32=f32, accumulate=f32)
     wide, x = (
-        quantize.from_e4m3(np, rows, "1x128").astype(np.float64),
-        quantize.from_e4m3(np, tokens, "token")[layer.token],
+        from_e4m3(np, rows, "1x128").astype(np.float64),
+        from_e4m3(np, tokens, "token")[layer.token],
     )
     for expert, (begin, end) in enumerate(zip(layer.ends[:-1], layer.ends[1:], strict=True)):
         a, b = wide[begin:end].T, x[begin:end].astype(np.float64)
@@ -331,7 +331,7 @@ def test_every_schedule_gives_the_same_bits() -> None:
         layer = Layer(90, 272, 128, 3, 2)
         layer.machine = Machine(seed=seed)
         h, act = layer.room(256), layer.room(128)
-        layer.run(fp8.launch_up, layer.tokens(272), layer.weights(256, 272), None, h=h, act=act, **SWIGLU)
+        layer.run(up.launch, layer.tokens(272), layer.weights(256, 272), None, h=h, act=act, **SWIGLU)
         made.append([*h, *act])
     for other in made[1:]:
         assert all(np.array_equal(a, b) for a, b in zip(made[0], other, strict=True))

@@ -23,11 +23,11 @@ from blazeproto.gemm import (
     Sizes,
     TileConfig,
     all_kernels,
-    fp8,
     kernel_for,
     quantize,
     up_forward,
 )
+from blazeproto.gemm.registry import quantized_kernels
 from blazeproto.gemm.tiles import CHOSEN
 from blazeproto.lab import on_machine, oracle
 from blazeproto.lab.accuracy import Pool
@@ -184,7 +184,7 @@ def test_a_tile_takes_less_than_a_second() -> None:
 # --- All of them -----------------------------------------------------------------------------------------------------------
 
 ALL = [
-    kernel for kernel in all_kernels() if kernel not in (*quantize.kernels(), *fp8.kernels())
+    kernel for kernel in all_kernels() if kernel not in (*quantize.kernels(), *quantized_kernels())
 ]  # of these: test_fp8.py
 
 

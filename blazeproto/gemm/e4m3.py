@@ -1,0 +1,106 @@
+"""Numbers in e4m3: values that share a scale, a power of two, are divided by it and rounded. What the kernels compute
+(cuda/quantized.cuh), of NumPy arrays or torch tensors (m: numpy or torch).
+
+What shares a scale: a token; 128 columns of a row; 128 x 128 elements of a weight. Its scale is the least power of two, at least
+2^-126, that leaves no magnitude above 448, e4m3's largest. Where one is Inf or NaN the scale is NaN, and so
+is all that shares it. Rounding is to nearest, ties to even; below 2^-6 of a scale e4m3 has steps of 2^-9. So a quantized weight's
+transpose is the transpose, quantized.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from blazeproto.runtime.rounding import E4M3, e4m3_bits
+
+BLOCK = 128
+LARGEST = 448.0
+
+
+class Quantized(NamedTuple):
+    """values: e4m3.  scales: fp32."""
+
+    values: Any
+    scales: Any
+
+
+def blocks(width: int) -> int:
+    """How many of BLOCK elements there are, the last of which may be short."""
+    return -(-width // BLOCK)
+
+
+def scale_of(m: Any, largest: Any) -> Any:
+    """The scale of values whose largest magnitude this is, fp32 of any shape."""
+    bits = largest.view(m.int32)
+    exponent = (((bits + 0x1FFFFF) >> 23) - 8).clip(1)  # 448 = 1.75 * 2^8
+    return m.where(bits >= 0x7F800000, m.full_like(largest, float("nan")), (exponent << 23).view(m.float32))
+
+
+def _e4m3(m: Any, values: Any) -> Any:
+    """NumPy, which has no such type, gets bits, uint8."""
+    return e4m3_bits(values) if m is np else values.to(m.float8_e4m3fn)
+
+
+def _fp32(m: Any, values: Any) -> Any:
+    return E4M3[values] if m is np else values.to(m.float32)
+
+
+def _float32(m: Any, values: Any) -> Any:
+    return values.astype(m.float32) if m is np else values.to(m.float32)
+
+
+def _sides(scale: str, width: int) -> tuple[int, int]:
+    """How many rows and columns of a matrix share a scale."""
+    return {"token": (1, width), "1x128": (1, BLOCK), "128x128": (BLOCK, BLOCK)}[scale]
+
+
+def scales_shape(scale: str, values: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the scales of values of this shape.  scale: what shares one (`blazeproto.gemm.recipe.Operand`).
+
+    "token": of (T, width) (T,).  "1x128": of (R, width) (width / 128, R).  "128x128": of (E, m, k), or of (m, k),
+    (E, m / 128, k / 128).
+    """
+    rows, columns = _sides(scale, values[-1])
+    counts = (-(-values[-2] // rows), -(-values[-1] // columns))
+    return {"token": counts[:1], "1x128": counts[::-1], "128x128": (*values[:-2], *counts)}[scale]
+
+
+def to_e4m3(m: Any, values: Any, scale: str) -> Quantized:
+    """Numbers of any dtype, quantized. Shapes: `scales_shape`."""
+    by_block = _by_block(m, _float32(m, values), scale)
+    scales = scale_of(m, m.amax(abs(by_block), (-3, -1)))
+    made = _e4m3(m, _from_blocks(by_block / scales[..., :, None, :, None], values.shape))
+    if scale != "128x128":
+        scales = scales.T.reshape(scales_shape(scale, values.shape))
+    return Quantized(made, np.ascontiguousarray(scales) if m is np else scales.contiguous())
+
+
+def from_e4m3(m: Any, of: Quantized, scale: str) -> Any:
+    """The numbers, fp32."""
+    by_block = _by_block(m, _fp32(m, of.values), scale)
+    columns_of_rows = (by_block.shape[-2], by_block.shape[-4])
+    scales = of.scales if scale == "128x128" else of.scales.reshape(columns_of_rows).T
+    return _from_blocks(by_block * scales[..., :, None, :, None], of.values.shape)
+
+
+def in_e4m3(m: Any, values: Any, scale: str) -> Any:
+    """The numbers that quantizing makes of these, fp32."""
+    return from_e4m3(m, to_e4m3(m, values, scale), scale)
+
+
+def _by_block(m: Any, values: Any, scale: str) -> Any:
+    """(..., rows, a, columns, b), a x b share a scale; the last are filled up with zeros."""
+    sides = _sides(scale, values.shape[-1])
+    for dim, side in zip((-2, -1), sides, strict=True):
+        shape = list(values.shape)
+        shape[dim] = -shape[dim] % side
+        if shape[dim]:
+            zeros = m.zeros_like(values[:1], shape=shape) if m is np else values.new_zeros(shape)
+            values = m.concatenate((values, zeros), dim)
+    *experts, rows, columns = values.shape
+    return values.reshape(*experts, rows // sides[0], sides[0], columns // sides[1], sides[1])
+
+
+def _from_blocks(by_block: Any, shape: Any) -> Any:
+    *experts, rows, a, columns, b = by_block.shape
+    return by_block.reshape(*experts, rows * a, columns * b)[..., : shape[-2], : shape[-1]]
