@@ -42,10 +42,9 @@ from blazeproto.gemm.compile import CUDA_SOURCES, CompileError, Kernel, compile_
 from blazeproto.gemm.product import Build, Sizes, Variant
 from blazeproto.lab import Workbench, edit, machine_code, on_machine, workbench
 from blazeproto.lab.bounds import Reference, reference
-from blazeproto.lab.calls import CALLS, MOST_GUARD, POISON, Case, Output, Poisoned, sums_of, told_stray
+from blazeproto.lab.calls import CALLS, MOST_GUARD, POISON, Case, Output, Poisoned, everything_read, sums_of, told_stray
 from blazeproto.lab.mismatch import Comparison, places_of
 from blazeproto.lab.oracle import EXACT, YARDSTICK, evaluate, make_case
-from blazeproto.lab.workbench import _read
 from blazeproto.runtime import cache as compile_cache
 from blazeproto.runtime import driver
 
@@ -662,10 +661,10 @@ def test_an_output_that_is_added_to_begins_at_zero() -> None:
 def test_a_changed_input_changes_its_sum() -> None:
     case, _, values = made("combine")
     case = dataclasses.replace(case, scores=case.scores.clone())
-    before = sums_of(_read(case, {"y": values["out"]}))
+    before = sums_of(everything_read(case, {"y": values["out"]}))
     values["out"][0, 0] += 1
     case.scores[3] = 7
-    after = sums_of(_read(case, {"y": values["out"]}))
+    after = sums_of(everything_read(case, {"y": values["out"]}))
     assert {name for name in before if before[name] != after[name]} == {"y", "scores"}
 
 
