@@ -176,8 +176,9 @@ def up_backward_act(
 ) -> Any:
     """dx_rows = dh W_up. MoEBlaze Algorithm 1, line 30; SonicMoE Algorithm 5.
 
-    dh (R, G n), up_proj (E, G n, d), both bf16, and a dispatch of E experts → dx_rows (R, d) bf16. Or both `Quantized`, up_proj
-    being the transpose (E, d, G n), columns in multiples of 128.
+    dh (R, G n), up_proj (E, G n, d), both bf16, and a dispatch of E experts → dx_rows (R, d) bf16.
+
+    Both may be `Quantized`, up_proj as its transpose, with d before G n, and columns in multiples of 128.
 
     columns: as `grouped_mm`. `combine` sums a token's rows to dX.
 

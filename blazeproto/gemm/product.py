@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from blazeproto.gemm.arguments import Array
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.e4m3 import scales_shape
-from blazeproto.gemm.recipe import RECIPES, name_of
+from blazeproto.gemm.recipe import RECIPES, Recipe, name_of
 from blazeproto.gemm.specification import Specification
 from blazeproto.gemm.tiles import BF16, BK, DEVICE_CONSTANTS, E4M3, QUANTIZED, WARPGROUP, Element, TileConfig
 from blazeproto.runtime.arch import HOPPER, Arch
@@ -186,7 +186,7 @@ class Product:
         """The types of operands that it takes."""
         return (BF16, E4M3) if self.spec.quantized else (BF16,)
 
-    def element_of(self, precision: Any) -> Element:
+    def element_of(self, precision: str | Recipe) -> Element:
         """The type of operands for a ``precision``. ValueError for one that the product, or nothing, runs in."""
         element = RECIPES[name_of(precision)].element
         if element not in self.elements:
@@ -226,7 +226,7 @@ class Product:
         return float(total)
 
     def tiles_of(self, sizes: Sizes, element: Element = BF16) -> TileConfig | None:
-        """The tiles that a call of these sizes takes, None where it is not made of tiles."""
+        """The tiles that a call of these ``sizes`` and this ``element`` takes, None where it is not made of tiles."""
         return QUANTIZED if element.scales else self.tiles(sizes) if self.tiles else None
 
     def _counted(self) -> Iterator[tuple[Array, list[str]]]:

@@ -138,7 +138,8 @@ class Workbench:
     @property
     def _shape(self) -> str:
         s = self.setting.sizes
-        return f"T={s.T}, d={s.d}, n={s.n}, E={s.E}, K={s.K}, {self.activation}, {self.routing}, {self.precision}"
+        precision = f", {self.precision}" if self.setting.element.scales else ""
+        return f"T={s.T}, d={s.d}, n={s.n}, E={s.E}, K={s.K}, {self.activation}, {self.routing}{precision}"
 
     # --- The sources and the kernel ------------------------------------------------------------------------------------
 
