@@ -255,20 +255,20 @@ def test_without_ptxsim_the_lab_says_how_to_get_it() -> None:
 
 
 CEILINGS = {
-    "blazeproto/*.py": 807,
-    "blazeproto/runtime/**/*.py": 960,
-    "blazeproto/dispatch/**/*.py": 732,
+    "blazeproto/*.py": 812,
+    "blazeproto/runtime/**/*.py": 1004,
+    "blazeproto/dispatch/**/*.py": 733,
     "blazeproto/router/**/*.py": 2364,
-    "blazeproto/gemm/**/*.py": 1994,
-    "blazeproto/autograd/**/*.py": 1796,
+    "blazeproto/gemm/**/*.py": 2155,
+    "blazeproto/autograd/**/*.py": 1924,
     "blazeproto/blocksparse/**/*.py": 605,
-    "blazeproto/distributed/**/*.py": 504,
-    "blazeproto/integrations/**/*.py": 319,
-    "blazeproto/lab/**/*.py": 3040,
+    "blazeproto/distributed/**/*.py": 503,
+    "blazeproto/integrations/**/*.py": 320,
+    "blazeproto/lab/**/*.py": 3092,
     "ptxsim/*.py": 2900,
-    "scripts/**/*.py": 10204,
-    "tests/**/*.py ptxsim/tests/**/*.py": 26445,
-    "blazeproto/**/*.cu blazeproto/**/*.cuh": 4966,
+    "scripts/**/*.py": 10311,
+    "tests/**/*.py ptxsim/tests/**/*.py": 26722,
+    "blazeproto/**/*.cu blazeproto/**/*.cuh": 4915,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in
 docs/decisions.md that says what was bought."""
