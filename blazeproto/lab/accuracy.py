@@ -90,6 +90,19 @@ class Pool:
         return lines
 
 
+def far_off(
+    out: Mapping[str, Tensor], yardstick: Mapping[str, Tensor], exact: Mapping[str, tuple[Tensor, Tensor]]
+) -> list[str]:
+    """The bounds that do not hold for outputs of one run: those that ``yardstick`` has. exact: by name, and what is beside it.
+
+    Quantized numbers may each be off by 2^-4, behind which a factor for all of them would hide.
+    """
+    pool = Pool()
+    for name, right in yardstick.items():
+        pool.add(name, out[name].double(), right.double(), exact[name][0])  # fp32 has factors of its own
+    return pool.failures(slack=1.0 if min(pool.elements.values(), default=0) >= POOL_ELEMENTS else 2.0)
+
+
 def _errors(out: Tensor, yardstick: Tensor, exact: Tensor) -> Tensor:
     """(6,) float64: Σ error², Σ yardstick error² (over the exact mean square), worst row, its, worst element, its."""
     out, yardstick, exact = (t.reshape(-1, t.shape[-1]) if t.dim() > 1 else t[None] for t in (out, yardstick, exact))

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,12 +34,13 @@ from blazeproto.gemm.product import Build, Product
 from blazeproto.gemm.recipe import Recipe, name_of
 from blazeproto.gemm.tiles import CHUNK, MAX_EXPERTS
 from blazeproto.lab import on_machine
+from blazeproto.lab.accuracy import far_off
 from blazeproto.lab.attended import Attended, seconds_of
 from blazeproto.lab.bounds import Reference, reference
 from blazeproto.lab.calls import CALLS, Output, Poisoned, Setting, everything_read, sums_of, told_stray
 from blazeproto.lab.counters import HardwareCounters, counters
 from blazeproto.lab.edit import EditedSources
-from blazeproto.lab.mismatch import Comparison, Places, places_of
+from blazeproto.lab.mismatch import Comparison, Inputs, Places, places_of
 from blazeproto.lab.oracle import ROUTINGS, YARDSTICK, evaluate, make_case, pad_rows
 from blazeproto.lab.target import Machine
 from blazeproto.lab.timeline import MACRO as TIMELINE
@@ -50,23 +51,6 @@ from blazeproto.runtime import arch, checks
 
 GPU_RUNS = 20
 DELAYS = "INJECT_DELAYS"  # ptx.cuh: a race shows as a wrong answer
-
-
-class Inputs(NamedTuple):
-    """What runs read and are compared with: made once, kept where the kernel runs. sums: of the bits of all that is read."""
-
-    case: Any
-    given: dict[str, Tensor]
-    outputs: dict[str, Output]
-    memory: dict[str, Poisoned]
-    references: dict[str, Reference]
-    places: dict[str, Places]
-    read: dict[str, Tensor | None]
-    sums: dict[str, int]
-
-    def used(self, name: str) -> int | None:
-        """Lines of an output that are in use, where not all are."""
-        return len(self.case.row_pair) if self.outputs[name].index == "row" else None
 
 
 class Workbench:
@@ -244,7 +228,7 @@ class Workbench:
             for name, memory in inputs.memory.items():
                 touched[name] = torch.maximum(touched[name], self._touched(name, memory))
         stray = [line for name, counts in touched.items() for line in told_stray(name, counts.tolist())]
-        stray += self._written_over()
+        stray += [*self._written_over(), *far_off(self._in_use(), inputs.yardstick, inputs.references)]
         verdict = comparison.verdict(self.product, stray, self.part)
         return attended.verdict(verdict) if attended else verdict
 
@@ -334,7 +318,9 @@ class Workbench:
         outputs = self.call.outputs(case, given, self.config)
         places = {name: places_of(outputs[name], case) for name in references}
         self.call.takes(self.entry.run, case, given)  # quantizes
-        return self._with_memory(case, given, outputs, references, places, everything_read(case, given))
+        inputs = self._with_memory(case, given, outputs, references, places, everything_read(case, given))
+        quantized = [name for name, array in self.call.made.items() if self.call.is_quantized(case, array)]
+        return inputs._replace(yardstick={name: case.in_use(name, made[name]) for name in quantized})
 
     def _with_memory(
         self,
