@@ -266,8 +266,8 @@ CEILINGS = {
     "blazeproto/integrations/**/*.py": 319,
     "blazeproto/lab/**/*.py": 3040,
     "ptxsim/*.py": 2900,
-    "scripts/**/*.py": 10204,
-    "tests/**/*.py ptxsim/tests/**/*.py": 26445,
+    "scripts/**/*.py": 10250,
+    "tests/**/*.py ptxsim/tests/**/*.py": 26550,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 4966,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in
