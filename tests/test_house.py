@@ -264,10 +264,10 @@ CEILINGS = {
     "blazeproto/blocksparse/**/*.py": 605,
     "blazeproto/distributed/**/*.py": 503,
     "blazeproto/integrations/**/*.py": 320,
-    "blazeproto/lab/**/*.py": 3092,
+    "blazeproto/lab/**/*.py": 3102,
     "ptxsim/*.py": 2900,
-    "scripts/**/*.py": 10311,
-    "tests/**/*.py ptxsim/tests/**/*.py": 26722,
+    "scripts/**/*.py": 10357,
+    "tests/**/*.py ptxsim/tests/**/*.py": 26826,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 4915,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

@@ -124,7 +124,7 @@ def claim(record: Record) -> str:
 
     modes = [f"{mode} {', '.join(said(*each) for each in figures)}" for mode, figures in MODES.items()]
     gpus = ", ".join(sorted({row["of"]["gpu"].split(",")[0] for row in rows}))
-    return noted(f"on {len(rows)} layers and one {gpus}, in the geometric mean: {'; '.join(modes)}", rows)
+    return noted(f"in one run of {len(rows)} layers on one {gpus}, in the geometric mean: {'; '.join(modes)}", rows)
 
 
 TABLES = {

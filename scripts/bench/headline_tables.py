@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import itemgetter
 
 from scripts.bench.common import geometric_mean
-from scripts.bench.markdown import NOT_MEASURED, OURS, Column, Record, caveat, number, origin, table
+from scripts.bench.markdown import NOT_MEASURED, OURS, Column, Record, caveat, number, origin, shape_of, table
 from scripts.bench.models.shapes import T
-from scripts.bench.models.tables import ONLY_SIZES, RUNS, of_floor
+from scripts.bench.models.tables import ONLY_SIZES, RUNS, share_of_floor
+from scripts.bench.models.tables import times_ours as one_run
 from scripts.bench.module_tables import EVEN, span
+from scripts.bench.module_tables import ratio as module_ratio
 from scripts.bench.paper.cells import of
 
 HEADLINE = ("Qwen3-30B-A3B", "DeepSeek-V3", "Mixtral 8x7B", "gpt-oss-120b", "GLM-4.5-Air", "Kimi K2")
@@ -23,7 +26,9 @@ USERS_CALL = {
 }
 PACKAGES = ("torch", "sonic-moe", "quack-kernels", "transformers")
 PART = "fwdbwd"
-VERDICTS = ("ahead", "even", "behind")
+SHORT = {"sonic": "SonicMoE", "grouped_mm": "transformers", "torch_grouped": "torch grouped_mm"}
+SAID = {"ahead": "faster", "even": "even, within 2 %,", "behind": "slower"}
+VERDICTS = (*SAID,)
 
 
 def together(runs: Sequence[Record]) -> Record:
@@ -62,14 +67,12 @@ def verdict(ratio: float) -> str:
     return "even" if abs(ratio - 1) <= EVEN else "ahead" if ratio > 1 else "behind"
 
 
-def with_span(peer: str) -> Callable[[Record], str]:
-    """The median of the runs' ratios, and their range."""
-
-    def cell(row: Record) -> str:
-        found = times_ours(row, peer)
-        return number(None) if found is None else f"{number(found)} {span(ratios(row, peer))}"
-
-    return cell
+def with_span(peer: str, wider_than: float, row: Record) -> str:
+    """The median of the runs' ratios, and their range where it is wider than that share of it."""
+    middle, found = times_ours(row, peer), ratios(row, peer)
+    if middle is None:
+        return number(None)
+    return f"{number(middle)} {span(found)}" if max(found) / min(found) - 1 > wider_than else number(middle)
 
 
 def peak_ratio(row: Record) -> float | None:
@@ -78,42 +81,60 @@ def peak_ratio(row: Record) -> float | None:
     return theirs and row["programs"][OURS]["peak_MiB"] / theirs["peak_MiB"]
 
 
+def has_runs(row: Record) -> bool:
+    """Whether the rule's number of runs is there, so that ratios of the row may stand in a table."""
+    return len(row["runs"]) >= RUNS
+
+
+def ratio_columns(wider_than: float) -> list[Column]:
+    """The models, our time, and its ratios; ranges where they are wider than that share."""
+    columns: list[Column] = [("a layer of", itemgetter("label")), ("blazeproto, ms", of(OURS, f"{PART}_ms"))]
+    columns += [(f"{short} / ours", partial(with_span, peer, wider_than)) for peer, short in SHORT.items()]
+    columns += [("floor / ours", lambda row: number(share_of_floor(row) if has_runs(row) else None))]
+    return [*columns, ("peak, ours / SonicMoE", lambda row: number(peak_ratio(row) if has_runs(row) else None))]
+
+
+def caption(rows: Sequence[Record]) -> str:
+    """The tokens and runs of a table, and which models have fewer runs than the rule asks for."""
+    few = [f"{row['label']}: {row['cfg']['T']}" for row in rows if row["cfg"]["T"] != T]
+    counts = sorted({len(row["runs"]) for row in rows if has_runs(row)})
+    said = f"Kernel time in bf16, forward + backward of {', '.join([f'{T} tokens', *few])}"
+    said += f"; medians of {' or '.join(map(str, counts))} runs" if counts else ""
+    fewer = ", ".join(f"{row['label']} ({len(row['runs'])})" for row in rows if not has_runs(row))
+    return f"{said}. Fewer runs than the rule's {RUNS}, so no ratio: {fewer}." if fewer else f"{said}."
+
+
 def headline_table(record: Record) -> str:
     rows = record["rows"]
-    columns: list[Column] = [("a layer of", itemgetter("label")), ("blazeproto, ms", of(OURS, f"{PART}_ms"))]
-    columns += [("SonicMoE / ours", with_span("sonic")), ("transformers / ours", with_span("grouped_mm"))]
-    columns += [("torch grouped_mm / ours", with_span("torch_grouped")), ("floor / ours", of_floor)]
-    columns += [
-        ("peak, ours / SonicMoE", lambda row: number(peak_ratio(row))),
-        ("runs", lambda row: str(len(row["runs"]))),
-    ]
-    few = [f"{row['label']}: {row['cfg']['T']}" for row in rows if row["cfg"]["T"] != T]
-    counts = sorted({len(row["runs"]) for row in rows})
-    what = (
-        f"the median of {' or '.join(map(str, counts))} runs, each a process of its own, and in brackets their range."
-    )
-    if max(counts, default=0) < RUNS:
-        what = f"{max(counts, default=0)} run of each model, where the rule asks for {RUNS}, so that no ratio of times is shown."
-    note = (
-        f"Kernel time in bf16, forward + backward of {', '.join([f'{T} tokens', *few])}: {what} {ONLY_SIZES} "
-        f"transformers: {USERS_CALL['grouped_mm']}; torch grouped_mm: {USERS_CALL['torch_grouped']}."
-    )
-    return f"{table(rows, columns)}\n\n{note} {origin(rows, *PACKAGES)}".rstrip()
+    columns = [*ratio_columns(0.0), ("runs", lambda row: str(len(row["runs"])))]
+    apart = [row["label"] for row in rows if any("versions" in run for run in row["runs"])]  # of a process each
+    said = [caption(rows), "A run is a process of its own; in brackets the range of the runs' ratios."]
+    said += [
+        f"{', '.join(apart)}: each program has a process of its own in a run, so that programs do not take turns."
+    ] * bool(apart)
+    said += [ONLY_SIZES, f"transformers: {USERS_CALL['grouped_mm']}; torch grouped_mm: {USERS_CALL['torch_grouped']}."]
+    return f"{table(rows, columns)}\n\n{' '.join(said)} {origin(rows, *PACKAGES)}".rstrip()
+
+
+def readme(record: Record) -> str:
+    """The headline in short."""
+    rows = record["rows"]
+    said = [caption(rows), f"In brackets: ranges of runs wider than {100 * EVEN:.0f} %.", ONLY_SIZES]
+    said += ["transformers: its Qwen3-MoE block with `grouped_mm`; torch grouped_mm: the same on torch's own call."]
+    return f"{table(rows, ratio_columns(EVEN))}\n\n{' '.join(said)} {origin(rows, *PACKAGES)}".rstrip()
 
 
 def headline_claim(record: Record) -> str:
     """On how many models ours is faster, even and slower; sentences of one mode and one GPU."""
     said = []
     for peer in PEERS:
-        found = {row["label"]: ratio for row in record["rows"] if (ratio := times_ours(row, peer)) is not None}
-        if not found:
-            continue
-        of_kind = {kind: [label for label, each in found.items() if verdict(each) == kind] for kind in VERDICTS}
-        parts = [f"faster on {len(of_kind['ahead'])} of {len(found)} models"]
-        parts += [f"even, within 2 %, on {', '.join(of_kind['even'])}"] * bool(of_kind["even"])
-        parts += [f"slower on {', '.join(of_kind['behind'])}"] * bool(of_kind["behind"])
-        mean = f"{number(geometric_mean([*found.values()]))} times as fast in the geometric mean"
-        said.append(f"Than {USERS_CALL[peer]} it is {', '.join(parts)}: {mean} {span([*found.values()])}.")
+        found = {row["label"]: (ratio, row) for row in record["rows"] if (ratio := times_ours(row, peer)) is not None}
+        medians = [ratio for ratio, _ in found.values()]
+        if len(found) > 1:
+            said.append(f"Than {USERS_CALL[peer]} it is {counted(found)}: {mean_of(medians)}.")
+        for label, (ratio, row) in found.items() if len(found) == 1 else ():
+            of_runs = f"{number(ratio)} times as fast {span(ratios(row, peer))}, the median and range of {len(row['runs'])} runs"
+            said.append(f"Than {USERS_CALL[peer]} it is {SAID[verdict(ratio)]} on {label}: {of_runs}.")
     if not said:
         return f"No model has {RUNS} runs yet: no sentence, and no ratio below." if record["rows"] else NOT_MEASURED
     gpus = ", ".join(sorted({row["of"]["gpu"].split(",")[0] for row in record["rows"]}))
@@ -122,8 +143,42 @@ def headline_claim(record: Record) -> str:
     return " ".join([first, *said, *([f"**({note[0].upper()}{note[1:]}.)**"] if note else [])])
 
 
-TABLES = {"headline": ("headline", headline_table), "headline_h100": ("../h100/headline", headline_table)}
-SENTENCES = {
+def counted(found: dict[str, tuple[float, Record]]) -> str:
+    """ "faster on 4 of 6 models, even, within 2 %, on A, slower on B"."""
+    of_kind = {kind: [label for label, (each, _) in found.items() if verdict(each) == kind] for kind in VERDICTS}
+    parts = [f"{SAID['ahead']} on {len(of_kind['ahead'])} of {len(found)} models"]
+    return ", ".join(parts + [f"{SAID[kind]} on {', '.join(of_kind[kind])}" for kind in VERDICTS[1:] if of_kind[kind]])
+
+
+def mean_of(medians: Sequence[float]) -> str:
+    low, high = number(min(medians)), number(max(medians))
+    return f"{number(geometric_mean(medians))} times as fast in the geometric mean (medians of models: {low} to {high})"
+
+
+def single_runs(ratio: Callable[[Record], float | None], record: Record, headline: Record) -> str:
+    """How far a file's ratios of one run each are from the headline's, by the sizes that both have; a sentence."""
+    here = {tuple(shape_of(row)): each for row in record["rows"] if (each := ratio(row)) is not None}
+    both = {
+        row["label"]: (here[shape], there)
+        for row in headline["rows"]
+        if (shape := tuple(shape_of(row))) in here and (there := times_ours(row, "sonic")) is not None
+    }
+    if not both:
+        return NOT_MEASURED
+    days = sorted({row["of"]["measured"].split(" ")[0] for row in record["rows"]})
+    label, pair = max(both.items(), key=lambda each: abs(each[1][0] - each[1][1]))
+    return (
+        f"Single runs of {' and '.join(days)}, not the headline's: SonicMoE's time over ours, forward + backward, is up to "
+        f"{number(abs(pair[0] - pair[1]))} away from the headline's on the {len(both)} models that both have "
+        f"({label}: {number(pair[0])} here, {number(pair[1])} there)."
+    )
+
+
+TABLES = {"readme": ("headline", readme), "headline": ("headline", headline_table)}
+TABLES |= {"headline_h100": ("../h100/headline", headline_table)}
+SENTENCES: dict[str, tuple[str, Callable[..., str]]] = {
     "headline_claim": ("headline", headline_claim),
     "headline_claim_h100": ("../h100/headline", headline_claim),
+    "module_single_runs": ("module headline", partial(single_runs, module_ratio)),
+    "models_single_runs": ("models/layers headline", partial(single_runs, partial(one_run, "sonic"))),
 }

@@ -89,8 +89,8 @@ def caveat(rows: Sequence[Record]) -> str:
 
 
 def origin(rows: Iterable[Record], *packages: str) -> str:
-    """Where, when and with which ``packages`` rows were measured, and which of them are not of today's kernels."""
-    rows = list(rows)
+    """Where, when and with which ``packages`` rows, and all runs of each, were measured; which are not of today's kernels."""
+    rows = [run for row in rows for run in row.get("runs", [row])]
     if not rows:
         return ""
     gpus, dates = sorted({row["of"]["gpu"] for row in rows}), sorted({row["of"]["measured"] for row in rows})

@@ -6,6 +6,7 @@ python -m scripts.bench.plot_results --check     # writes nothing; exit code 1, 
 
 from __future__ import annotations
 
+import math
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from scripts.bench.common import REPOSITORY, RESULTS
 from scripts.bench.cost_tables import name_of_table, plot_predicted
 from scripts.bench.distributed_tables import FILE as DISTRIBUTED
 from scripts.bench.distributed_tables import plot_efficiency
+from scripts.bench.headline_tables import has_runs
 from scripts.bench.identity import rows_in
 from scripts.bench.markdown import LABELS, OURS, Record, origin, plain_shape, signs_of
 from scripts.bench.models.tables import share_of_floor
@@ -44,9 +46,9 @@ COLORS = {
     "torch_grouped": "#edae49",
     "scattermoe": "#66a182",
     "mb_sparse": "#2e4057",
-    "grouped_mm": "#edae49",
-    "dmoe": "#66a182",
-    "sequential": "#2e4057",
+    "grouped_mm": "#9c6b4a",
+    "dmoe": "#b5c99a",
+    "sequential": "#7b5ea7",
 }
 
 
@@ -90,7 +92,9 @@ def bars(axis: Any, rows: Sequence[Record], names: Sequence[str], value: Value) 
 
 def plot_models(record: Record, path: Path) -> None:
     """Share of the floor's speed that layers of models reach, forward + backward; 690 pixels wide, to be read at that width."""
-    rows = record["rows"][::-1]
+    rows = [row for row in record["rows"] if has_runs(row)][::-1]
+    if not rows:
+        return
     names = programs_in(rows)
     figure = Figure(figsize=(6.9, 1.2 + 0.42 * len(rows)), layout="constrained")
     axis = figure.subplots()
@@ -104,7 +108,7 @@ def plot_models(record: Record, path: Path) -> None:
     axis.set_ylim(-0.6, len(rows) - 0.4)
     axis.set_xlabel("one MoE layer, forward + backward: share of the hardware floor's speed")
     axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(ncols=len(names), loc="outside upper center", frameon=False)
+    figure.legend(ncols=math.ceil(len(names) / 2), loc="outside upper center", frameon=False)
     save(figure, record, path)
 
 

@@ -143,6 +143,19 @@ def layer_claim(record: Record) -> str:
     )
 
 
+def torch_backward(record: Record) -> str:
+    """How long torch grouped_mm's backward takes, in times its forward, by experts a token; part of a sentence."""
+    found: dict[bool, list[float]] = {True: [], False: []}
+    for row in record["rows"]:
+        if (figures := row["peers"].get("torch_grouped")) is not None:
+            found[row["cfg"]["K"] in (2, 4)].append(backward_ms(figures) / figures["gpu_fwd_ms"])
+    if not all(found.values()):
+        return NOT_MEASURED
+    few, other = (f"{number(min(times))} to {number(max(times))}" for times in found.values())
+    said = f"{few} times as long as its forward with 2 or 4 experts a token, and {other} times with other numbers"
+    return said + in_brackets(record["rows"])
+
+
 def in_brackets(rows: Sequence[Record]) -> str:
     """`caveat` at the end of a sentence."""
     return f" ({said})" if (said := caveat(rows)) else ""
@@ -331,16 +344,19 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
 def experts_longer(layer: Record, module: Record) -> str:
     """On how many shapes the experts alone, by graph replay, take longer than the whole layer as a sum of kernels; a sentence."""
     whole = {tuple(row["cfg"].values()): row for row in module["rows"]}
-    said, rows = [], [row for row in layer["rows"] if tuple(row["cfg"].values()) in whole]
+    said, least = list[str](), list[float]()
+    rows = [row for row in layer["rows"] if tuple(row["cfg"].values()) in whole]
     for name, field, who in (("sonic", "sonic", "SonicMoE's"), (OURS, "ours", "ours")):
         pairs = [(row["peers"].get(name), whole[tuple(row["cfg"].values())].get(f"{field}_fwdbwd_ms")) for row in rows]
         ratios = [experts["gpu_fwdbwd_ms"] / ms for experts, ms in pairs if experts and ms]
         if ratios:
             longer = sum(ratio > 1 for ratio in ratios)
             said.append(f"{who} on {longer} of {len(ratios)} shapes, up to {number(max(ratios))} times as long")
+            least += [ms for experts, ms in pairs if experts and ms and experts["gpu_fwdbwd_ms"] > ms]
     if not said:
         return NOT_MEASURED
-    return f"The experts alone can take longer here than the whole layer above: {', '.join(said)}{in_brackets(rows)}."
+    of_these = f"; the shortest of these layers takes {number(min(least))} ms" if least else ""
+    return f"The experts alone can take longer here than the whole layer above: {', '.join(said)}{of_these}{in_brackets(rows)}."
 
 
 def batch(record: Record) -> str:
@@ -361,6 +377,7 @@ SENTENCES: dict[str, tuple[str, Callable[..., str]]] = {
     "module_details": ("module", module_details),
     "router_accuracy": ("router", router_accuracy),
     "layer_claim": ("layer", layer_claim),
+    "torch_backward": ("layer", torch_backward),
     "many_tokens": ("layer", many_tokens),
     "gather_cost": ("products", gather_cost),
     "block_products_claim": ("blocksparse", block_products_claim),

@@ -4,6 +4,7 @@
     python -m scripts.checks.mutants                      # the tests near each one -> results/cpu/mutants.json
     python -m scripts.checks.mutants --only cuda,named --jobs 2
     python -m scripts.checks.mutants --alive              # once more, those that no test noticed
+    python -m scripts.checks.mutants --at blazeproto/gemm/cuda/linear.cu:84      # once more, one of them
 
 A fault changes one line: another comparison, sum, constant or condition. It goes into a copy of the files, where the tests
 run that import its file or room, and end at the first that fails. Tests that compare identities of sources are left out but for
@@ -65,7 +66,7 @@ KINDS = {
     ),
     "distributed": Kind(
         5,
-        ("blazeproto/distributed/*.py", "blazeproto/distributed/cuda/*.cu", "blazeproto/autograd/dispatcher.py"),
+        ("blazeproto/distributed/*.py", "blazeproto/distributed/cuda/*.cu", "blazeproto/autograd/ranks.py"),
         ("tests/distributed", "tests/roads", "tests/lm/test_ranks.py"),
     ),
     "bench": Kind(
@@ -100,19 +101,20 @@ class Mutant(NamedTuple):
     tests: tuple[str, ...] = ()  # default: its kind's
     same: str = ""  # why the program does the same with it, so that no test can notice it; it is then not run
 
-    def apply(self, folder: Path) -> None:
-        """Into the checkout there. ValueError where the line is gone, or stands several times and not where it was."""
-        path = folder / self.file
-        lines = path.read_text().split("\n")
+    @property
+    def at(self) -> str:
+        return f"{self.file}:{self.line}"
+
+    def applied(self, text: str) -> str:
+        """The file's text with the fault. ValueError where the line is gone, or stands several times and not where it was."""
+        lines = text.split("\n")
         places = [place for place, line in enumerate(lines) if line.strip() == self.old.strip()]
         place = self.line - 1 if self.line - 1 in places else places[0] if len(places) == 1 else None
         if place is None:
-            raise ValueError(
-                f"{self.file}:{self.line}: expected the line {self.old.strip()!r}, got {len(places)} like it"
-            )
+            raise ValueError(f"{self.at}: expected the line {self.old.strip()!r}, got {len(places)} like it")
         indent = lines[place][: len(lines[place]) - len(lines[place].lstrip())]
         lines[place] = indent + self.new.strip()
-        path.write_text("\n".join(lines))
+        return "\n".join(lines)
 
 
 def swapped(line: str, begin: int, end: int) -> str:
@@ -219,16 +221,15 @@ def noticed(mutant: Mutant, folder: Path, jobs: int) -> str:
         found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
         return "" if done.returncode == 0 else found[1] if found else f"exit code {done.returncode}"
 
-    before = (folder / mutant.file).read_text()
-    mutant.apply(folder)
+    path = folder / mutant.file
+    before = path.read_text()
+    path.write_text(mutant.applied(before))
     try:
         by = failed(*whole, *tests)
     finally:
-        (folder / mutant.file).write_text(before)
+        path.write_text(before)
     if "::" in by and failed(by):
-        raise RuntimeError(
-            f"{by}: expected a test that passes without the fault of {mutant.file}:{mutant.line}, got one that fails"
-        )
+        raise RuntimeError(f"{by}: expected a test that passes without the fault of {mutant.at}, got one that fails")
     return by
 
 
@@ -247,12 +248,20 @@ def copied(folder: Path) -> None:
     subprocess.run("git init -q && git add -A", shell=True, cwd=folder, check=True)  # some tests ask git
 
 
+def row_of(mutant: Mutant, folder: Path, jobs: int) -> dict[str, Any]:
+    """What the tests say of a fault. One that the program does the same with is not run, and has no time."""
+    if mutant.same:
+        return {"mutant": mutant._asdict(), "noticed_by": ""}
+    return {"mutant": mutant._asdict(), "noticed_by": noticed(mutant, folder, jobs), "measured": now()}
+
+
 def main() -> None:
     parser = argument_parser("scripts.checks.mutants", __doc__)
     parser.add_argument("--draw", action="store_true", help="write the list, and run nothing")
     parser.add_argument("--seed", type=positive, help="of --draw")
     parser.add_argument("--only", type=some_of(KINDS), default=[*KINDS], help=f"of {', '.join(KINDS)}")
     parser.add_argument("--alive", action="store_true", help="those alone that the last run did not notice")
+    parser.add_argument("--at", metavar="FILE:LINE", help="one fault alone, by its place in the list")
     parser.add_argument("--jobs", type=positive, default=2, help="test processes")
     parser.add_argument("--out", type=Path, default=OUT, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -263,19 +272,21 @@ def main() -> None:
         made = {"seed": options.seed, "mutants": [each._asdict() for each in [*drawn(options.seed), *named]]}
         LIST.write_text(json.dumps(made, indent=1) + "\n")
         return
+    mutants = [each for each in read() if each.kind in options.only and options.at in (None, each.at)]
+    if not mutants:
+        refuse(f"--at: expected FILE:LINE of a fault of {LIST.name}, got {options.at}")
     known = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
     rows = {place_of(row["mutant"]): row for row in known}
     with TemporaryDirectory() as place:
         folder = Path(place)
         copied(folder)
-        for mutant in [each for each in read() if each.kind in options.only]:
+        for mutant in mutants:
             last = rows.get(place_of(mutant._asdict()))
             if options.alive and last and last["noticed_by"]:
                 continue
-            by = "" if mutant.same else noticed(mutant, folder, options.jobs)
-            row: dict[str, Any] = {"mutant": mutant._asdict(), "noticed_by": by, "measured": now()}
-            rows[place_of(row["mutant"])] = row
-            print(f"{by or 'NOT NOTICED'}  {mutant.file}:{mutant.line}  {mutant.new.strip()}", flush=True)
+            row = rows[place_of(mutant._asdict())] = row_of(mutant, folder, options.jobs)
+            by = row["noticed_by"] or ("the same" if mutant.same else "NOT NOTICED")
+            print(f"{by}  {mutant.at}  {mutant.new.strip()}", flush=True)
             write_json(options.out, {"seed": json.loads(LIST.read_text())["seed"], "rows": [*rows.values()]})
     alive = [row for row in rows.values() if not row["noticed_by"]]
     print(f"{len(rows) - len(alive)} of {len(rows)} noticed")

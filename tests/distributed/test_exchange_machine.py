@@ -22,6 +22,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "three ranks, one idle": {"tokens": (5, 0, 2)},
     "experts that vary in number": {"tokens": (4, 3), "varying": True},
     "only rank 1 has too few rows": {"tokens": (5, 4), "capacities": (99, 2)},
+    "one expert a token": {"tokens": (5, 3), "top_k": 1},
     "three ranks of one token": {"tokens": (2, 1, 1), "top_k": 6},
     "more columns than a warp loads at once": {"tokens": (1, 1), "d": 2064},
     "epochs that pass 2^32": {"tokens": (2, 2), "epoch": 2**32 - 3},
@@ -104,7 +105,9 @@ def found(seed: int, **sizes: Any) -> set[str]:
     return ({"race"} if races else set()) | ({"values"} if exchange.failures() else set())
 
 
-@pytest.mark.parametrize("name", ["two ranks", "three ranks, one idle", "experts that vary in number"])
+@pytest.mark.parametrize(
+    "name", ["two ranks", "three ranks, one idle", "experts that vary in number", "one expert a token"]
+)
 def test_an_exchange_brings_what_it_should(name: str) -> None:
     exchange = Exchange(seed=0, **SIZES[name])
     report = exchange.run()

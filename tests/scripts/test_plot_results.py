@@ -317,7 +317,8 @@ def test_where_the_experts_take_longer_than_the_whole_layer() -> None:
         layer, {"rows": [module_row(8192, 256, 256, 128, 4), module_row(1, 2, 3, 4, 1)]}
     )
     assert said.endswith(
-        "above: SonicMoE's on 1 of 1 shapes, up to 1.11 times as long, ours on 0 of 1 shapes, up to 1.00 times as long."
+        "above: SonicMoE's on 1 of 1 shapes, up to 1.11 times as long, ours on 0 of 1 shapes, up to 1.00 times as long; "
+        "the shortest of these layers takes 1.80 ms."
     )
     assert result_tables.experts_longer(layer, {"rows": []}) == result_tables.NOT_MEASURED
 

@@ -58,6 +58,19 @@ def test_shapes_without_a_peer_are_left_out_of_its_ratios() -> None:
     assert result_tables.experts_longer({"rows": layer["rows"][1:]}, {"rows": []}) == NOT_MEASURED
 
 
+def test_torch_s_backward_is_said_by_experts_a_token() -> None:
+    def row(K: int, times: float) -> dict[str, Any]:
+        figures = {"gpu_fwd_ms": 2.0, "gpu_fwdbwd_ms": 2.0 + 2.0 * times}
+        return {"cfg": SIZES | {"K": K}, "peers": {"torch_grouped": figures}, "of": OF}
+
+    rows = [row(2, 3.5), row(4, 2.25), row(8, 2.5), row(1, 1.5), {"cfg": SIZES, "peers": {}, "of": OF}]
+    said = result_tables.torch_backward({"rows": rows})
+    assert said == (
+        "2.25 to 3.50 times as long as its forward with 2 or 4 experts a token, and 1.50 to 2.50 times with other numbers"
+    )
+    assert result_tables.torch_backward({"rows": rows[:2]}) == NOT_MEASURED
+
+
 def test_losses_are_compared_relative_to_the_others() -> None:
     assert training_tables.from_float64({"losses": [4.04, 2.0]}, {"losses": [4.0, 2.5]}) == pytest.approx([0.01, 0.2])
 

@@ -17,11 +17,8 @@ from scripts.bench.markdown import (
     caveat,
     figure,
     number,
-    origin,
     plain_shape,
-    table,
 )
-from scripts.bench.models.shapes import T
 from scripts.bench.module_tables import EVEN, mean_and_span
 from scripts.bench.paper.cells import SHAPE, Rows, experts_ms, floor, floor_cell, of, ratio, value
 from scripts.bench.paper.tables import Shown, markdown
@@ -94,8 +91,8 @@ def outside(record: Record, headline: Record) -> Record:
 
 
 def claim(record: Record, headline: Record) -> str:
-    """How ours stands beside each peer on the models of one run each, and which models are missing; sentences."""
-    said, rows = [], record["rows"]
+    """How ours stands beside each peer on the models of one run each that the headline has no figure of; sentences."""
+    said, rows = [], outside(record, headline)["rows"]
     for name, who in (
         ("sonic", "SonicMoE's module"),
         ("grouped_mm", "transformers' Qwen3-MoE block with `grouped_mm`"),
@@ -109,21 +106,6 @@ def claim(record: Record, headline: Record) -> str:
         return NOT_MEASURED
     of_earlier = f" ({note})" if (note := caveat(rows)) else ""
     return f"{NOT_THE_HEADLINE} Forward and backward, ours is {'; '.join(said)}{of_earlier}."
-
-
-def readme(record: Record) -> str:
-    """The headline's models, forward + backward, from the runs that there are."""
-    rows = record["rows"]
-    columns: list[Column] = [("a layer of", itemgetter("label")), ("blazeproto, ms", of(OURS, "fwdbwd_ms"))]
-    columns += [("SonicMoE / ours", over_ours("sonic")), ("transformers / ours", over_ours("grouped_mm"))]
-    columns += [("torch grouped_mm / ours", over_ours("torch_grouped"))]
-    columns += [("floor / ours", of_floor), ("peak, ours / SonicMoE", ratio(OURS, "sonic", "peak_MiB"))]
-    few = [f"{row['label']}: {row['cfg']['T']}" for row in rows if row["cfg"]["T"] != T]
-    runs = min((len(row["runs"]) for row in rows), default=0)
-    note = f"Kernel time, forward + backward of {', '.join([f'{T} tokens', *few])}; {runs} run{'s' * (runs != 1)} of each model"
-    note += "." if runs >= RUNS else f", where the headline's rule asks for {RUNS}."
-    note += f" {ONLY_SIZES} transformers: its Qwen3-MoE block with `grouped_mm`; torch grouped_mm: the same on torch's own call."
-    return f"{table(rows, columns)}\n\n{note} {origin(rows)}".rstrip()
 
 
 def figure_10_columns(rows: Rows) -> list[Column]:
@@ -261,7 +243,6 @@ SHOWN = {
 TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     f"models_{name}": (f"models/{shown.item}", partial(markdown, shown)) for name, shown in SHOWN.items()
 } | {
-    "readme": ("headline", readme),
     "models_layers": ("models/layers headline", lambda *records: markdown(SHOWN["layers"], outside(*records))),
 }
 TABLES |= {
