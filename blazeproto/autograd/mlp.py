@@ -237,6 +237,9 @@ def dispatched_mlp(
     if options.validate:  # of the ids that arrive, some are other ranks'
         options = replace(options, validate=False)
     arrived = dispatcher.dispatch(x, scores, topk_experts, pair_tokens, token_offsets)
+    sent, got = ((t.shape[1], t.dtype, t.device) for t in (x, arrived.x))
+    if sent != got:
+        raise ValueError(f"dispatcher: expected rows of x's d, dtype and device, {sent}, got {got}")
     partial = moe_mlp(
         arrived.x,
         up_proj,

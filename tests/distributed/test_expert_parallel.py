@@ -57,6 +57,16 @@ class Here:
         return partial
 
 
+@pytest.mark.parametrize("made", [Tensor.float, lambda x: x[:, :8], lambda x: x.to("meta")])
+def test_a_dispatcher_brings_rows_like_those_that_left(group: dist.ProcessGroup, made: Any) -> None:
+    class Other(Here):
+        def dispatch(self, x: Tensor, *given: Any) -> Arrived:
+            return super().dispatch(made(x), *given)
+
+    with pytest.raises(ValueError, match=rf"dispatcher: expected rows of x's d, dtype and device, \({D}, "):
+        expert_parallel(build(), group, dispatcher=Other())(torch.randn(6, D, dtype=torch.float64))
+
+
 def test_any_dispatcher_with_the_protocol_serves(group: dist.ProcessGroup) -> None:
     here, alone = Here(), build()
     layer = expert_parallel(build(), group, dispatcher=here)
