@@ -21,7 +21,7 @@ from tests.test_site import MODULES, ROOT
 
 pytest.importorskip("zensical")
 pytest.importorskip("mkdocstrings")
-pytestmark = pytest.mark.costly_fixture
+pytestmark = [pytest.mark.costly_fixture, pytest.mark.full]  # CI builds the site after its tests
 
 COPIED = ("blazeproto", "docs", "results", "scripts", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "zensical.toml")
 WITHOUT_MEMBERS = {"blazeproto", "blazeproto.lab"}  # whose names are shown where they are defined

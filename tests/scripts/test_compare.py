@@ -163,6 +163,7 @@ def test_a_planted_difference_is_found_and_nothing_else(tmp_path: Path) -> None:
     assert "7 cases, 3 of which differ" in found.stdout
 
 
+@pytest.mark.full
 def test_nothing_compared_is_nothing_shown() -> None:
     found = compared(ROOT, "--only", "no such case")
     assert found.returncode == 1 and found.stdout.endswith("FAILS\n")

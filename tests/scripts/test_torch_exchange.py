@@ -72,6 +72,7 @@ def test_rows_go_to_their_groups_and_come_back(experts: int, groups: int) -> Non
         torch.testing.assert_close(exchange.back(scores), xs[rank] * scores.sum(1, keepdim=True))
 
 
+@pytest.mark.full
 def test_what_ends_badly_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = ended("scripts.bench.torch_exchange", "--rank", "first")["absent"]
     assert reason.startswith("error: argument --rank: invalid int value: 'first'")

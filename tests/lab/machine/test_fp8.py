@@ -241,7 +241,8 @@ NEVER = (
 """Sums that stay in the tensor core; right of scales of 1, but for their bits."""
 
 
-@pytest.mark.parametrize("promoted", [pytest.param(True, marks=pytest.mark.full), False])
+@pytest.mark.full
+@pytest.mark.parametrize("promoted", [True, False])
 def test_sums_that_stay_in_the_tensor_core_are_seen(promoted: bool, tmp_path: Path) -> None:
     layer, sources = Layer(16, 128, 2048, 1, 1, plain=True), tmp_path / "cuda"
     shutil.copytree(SOURCES, sources)
