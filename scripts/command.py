@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
-from blazeproto.runtime.arch import missing
-
 
 class Parser(argparse.ArgumentParser):
     """Says what is wrong with an option in one line; the usage of thirty options would hide it."""
@@ -58,13 +56,20 @@ def run_module(*words: str) -> int:
 
 def has_hopper() -> bool:
     """Whether there is a GPU that runs the kernels."""
-    return missing(_capability()) is None
+    return _lacks() is None
 
 
 def need_hopper() -> None:
     """`refuse` where there is no Hopper GPU: before anything is measured, and any file is written."""
-    if lacks := missing(_capability()):
+    if lacks := _lacks():
         refuse(f"needs a CUDA device of {lacks}; nothing was run")
+
+
+def _lacks() -> str | None:
+    """What keeps the kernels from running here; None if nothing does."""
+    from blazeproto.runtime.arch import missing  # not above: `compare_worker` takes the package of another checkout
+
+    return missing(_capability())
 
 
 def _capability() -> tuple[int, int] | None:

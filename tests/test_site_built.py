@@ -23,7 +23,17 @@ pytest.importorskip("zensical")
 pytest.importorskip("mkdocstrings")
 pytestmark = [pytest.mark.costly_fixture, pytest.mark.full]  # CI builds the site after its tests
 
-COPIED = ("blazeproto", "docs", "results", "scripts", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "zensical.toml")
+COPIED = (
+    "blazeproto",
+    "ptxsim",
+    "docs",
+    "results",
+    "scripts",
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "zensical.toml",
+)
 WITHOUT_MEMBERS = {"blazeproto", "blazeproto.lab"}  # whose names are shown where they are defined
 OF_HERE = [module for module in MODULES if module not in WITHOUT_MEMBERS and not module.endswith(".torchtitan")]
 

@@ -67,7 +67,9 @@ class Hopper:
         h = new_rows(x, rows.num_rows, width) if h is None else h
         act = new_rows(x, rows.num_rows, width // 2)
         places: dict[str, Any] = {"h": rows_in(h, width), "act": rows_in(act, width // 2)}
-        up.launch(self._tokens(x, rows), step.weight, rows, activation=step.activation, **places)
+        tokens = new_quantized(x, FP8.x.scale, *x.shape)
+        quantize.launch_rows(hopper_backend.ready(x), rows, tokens)
+        up.launch(tokens, step.weight, rows, activation=step.activation, **places)
         return h, act
 
     def down_forward(self, step: BackendStep, act: Tensor, out: Tensor, *, overwrite_act: bool) -> None:
@@ -88,8 +90,10 @@ class Hopper:
         rows, scores, d_expert = step.rows, hopper_backend.ready(step.scores), step.weight.values.shape[1]
         dh = h if overwrite_h else torch.empty_like(h)
         a_scaled, d_scores = new_rows(h, rows.num_rows, d_expert), torch.empty_like(scores)
+        tokens = new_quantized(d_out, FP8.d_out.scale, *d_out.shape)
+        quantize.launch_rows(hopper_backend.ready(d_out), rows, tokens)
         down_backward.launch(
-            self._tokens(d_out, rows),
+            tokens,
             step.weight,
             rows_in(h, 2 * d_expert),
             scores,
@@ -115,7 +119,8 @@ class Hopper:
         before = left.new_empty(rows.num_experts + 1, dtype=torch.int32)
         quantize.launch_block_offsets(rows, before)
         turned = self._turned(rows_in(of.ordered, width), range(width), rows, before, gather=False)
-        tokens = self._tokens(left, rows)
+        tokens = new_quantized(left, FP8.x.scale, *left.shape)
+        quantize.launch_rows(hopper_backend.ready(left), rows, tokens)
         for columns in in_slices(d_model, 1 if f32 else -(-4 * d_model // (3 * width))):
             part = self._turned(tokens, columns, rows, before, gather=True)
             operands, first = (
@@ -130,11 +135,6 @@ class Hopper:
         out = new_quantized(of.values, FP8.of_dw.scale, len(columns), length)
         quantize.launch_transpose(of, rows, before, columns, out, gather=gather)
         return out
-
-    def _tokens(self, x: Tensor, rows: Addresses) -> Quantized:
-        made = new_quantized(x, FP8.x.scale, *x.shape)
-        quantize.launch_rows(hopper_backend.ready(x), rows, made)
-        return made
 
     def _rows_and_sums(self, name: str, step: BackendStep, a: Quantized, out: Tensor, scores: Tensor | None) -> None:
         """The sums over a token's rows of a W^T, some columns at a time, as `hopper_backend` has them. name: of the product."""

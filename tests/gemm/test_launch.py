@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from blazeproto.gemm import launch, weight
 from blazeproto.gemm.combine import column_slices, slice_widths
 from blazeproto.gemm.compile import Kernel
-from blazeproto.gemm.tiles import BF16, Element
+from blazeproto.gemm.tiles import BF16, E4M3
 from blazeproto.runtime import driver
 
 
@@ -95,7 +96,7 @@ def test_only_addresses_change_between_launches(fake: FakeDriver) -> None:
 
 
 def test_a_tensor_map_has_its_element(fake: FakeDriver) -> None:
-    byte, shape = Element(1, 0, "e4m3", 32), ((64, 5), (64, 64))
+    byte, shape = replace(E4M3, packing=1, tma=0), ((64, 5), (64, 64))
     boxes = (launch.dense_box(*shape), launch.dense_box(*shape, byte), None, None)
     assert [box.strides for box in boxes[:2]] == [(128,), (64,)]
     launch.Plan(Kernel("up.cu", "up", {}, 1000, 384), PARAMS, boxes, (7, -8), grid=3, device=1).fill((1, 2), (3, 4))

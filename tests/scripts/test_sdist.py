@@ -121,7 +121,9 @@ def constrained() -> set[str]:
 def test_an_editable_ptxsim_is_found_wherever_python_starts(built: Path, tmp_path: Path, folder: str) -> None:
     with zipfile.ZipFile(built / f"{SIMULATOR}-0.editable-py3-none-any.whl") as archive:
         archive.extractall(tmp_path)
+    # this checkout's own editable install
     others = f"sys.path = [place for place in sys.path if place != {str(ROOT)!r}]"
+    others += "; sys.meta_path = [each for each in sys.meta_path if 'editable' not in getattr(each, '__module__', '')]"
     code = f"import site, sys; {others}; site.addsitedir({str(tmp_path)!r}); import ptxsim; print(ptxsim.__file__)"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [sys.executable, "-c", code]
