@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from blazeproto.lab.svg import Picture, blank
-from blazeproto.runtime.optional import need
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -166,13 +165,9 @@ def text(timeline: Timeline) -> str:
 
 def drawing(timeline: Timeline) -> Figure:
     """A row a warp; nested spans lie over those that they are within, and are lower."""
-    need("matplotlib")
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
     legend = _legend(timeline)
     rows = {warp: row for row, warp in enumerate(timeline.warps)}
-    ax = blank(WIDTH, ROW * (len(rows) + len(legend) / 2 + 5), _heading(timeline))
+    figure, ax = blank(WIDTH, ROW * (len(rows) + len(legend) / 2 + 5), _heading(timeline))
     for warp, depth in sorted({(span.warp, span.depth) for span in timeline.spans}):
         spans = [span for span in timeline.spans if (span.warp, span.depth) == (warp, depth)]
         height = max(HEIGHT - 2 * INSET * max(0, depth - 1), INSET)
@@ -192,8 +187,8 @@ def drawing(timeline: Timeline) -> Figure:
     ax.set_yticks(range(len(rows)), [_label(timeline, warp) for warp in rows])
     ax.set_xlabel(f"time in {timeline.unit}; a black line: the warp's next tile begins", size=8)
     ax.grid(axis="x", color="#d0d0d0")
-    made = ax.figure
-    assert isinstance(made, Figure)
+    from matplotlib.patches import Patch
+
     patches = [Patch(color=LOOKS[what][1], label=LOOKS[what][2]) for what in legend]
-    made.legend(handles=patches, loc="outside lower left", ncols=2, frameon=False, fontsize=8)
-    return made
+    figure.legend(handles=patches, loc="outside lower left", ncols=2, frameon=False, fontsize=8)
+    return figure
