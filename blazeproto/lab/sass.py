@@ -19,15 +19,16 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from blazeproto.gemm.compile import Kernel
 from blazeproto.lab.edit import refuse_changed
-from blazeproto.lab.tables import Drawn
+from blazeproto.lab.tables import Drawn  # says how to install rich
 
-if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.text import Text
+# isort: split
+from rich.columns import Columns
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
 _Frames = tuple[tuple[str, int], ...]  # a line by path and number, then those that it was inlined at
 # Instructions by their first word, as "CUDA Binary Utilities" lists Hopper's; colours are legible on white and on black.
@@ -132,13 +133,8 @@ class MachineCode(Drawn):
         return f"MachineCode({self._title()})"
 
     def __rich__(self) -> Group:
-        from rich.columns import Columns
-        from rich.console import Group
-        from rich.table import Table as RichTable
-        from rich.text import Text
-
         legend = Columns(Text(f"■ {kind} {count:,}", _colour(kind)) for kind, count in self.kinds.items())
-        table = RichTable(box=None, show_header=False, expand=True, padding=(0, 2, 0, 0), pad_edge=False)
+        table = Table(box=None, show_header=False, expand=True, padding=(0, 2, 0, 0), pad_edge=False)
         table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
         table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
         for group in self.groups:
@@ -146,8 +142,6 @@ class MachineCode(Drawn):
         return Group(Text(self._title(), style="bold"), legend, table)
 
     def _source(self, group: InlinedCode) -> Iterator[Text]:
-        from rich.text import Text
-
         if group.line is None:
             yield Text("no source line", style="dim")
             return
@@ -156,8 +150,6 @@ class MachineCode(Drawn):
             yield Text("  in " + " < ".join(map(str, group.calls)), style="dim")
 
     def _listing(self, group: InlinedCode) -> Iterator[Text]:
-        from rich.text import Text
-
         for instruction in group.instructions:
             if instruction.label:
                 yield Text(f"{instruction.label}:", style="dim")
