@@ -68,7 +68,7 @@ class _Cells(Picture):
         """The first rows, in colours."""
         title = "\n".join(self._heading())
         figure, ax = blank(CELL_WIDTH * (CHUNKS + 1), CELL_HEIGHT * (self._shown + 4), title)
-        from matplotlib.colors import ListedColormap
+        from matplotlib.colors import ListedColormap  # once `blank` has said how to install it
 
         shades = [[self._colour(y, x) % len(COLOURS) for x in range(CHUNKS)] for y in range(self._shown)]
         colours = ListedColormap(COLOURS)
