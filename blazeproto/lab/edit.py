@@ -137,12 +137,16 @@ def refuse_changed(kernel: Kernel) -> None:
         )
 
 
+def line_of(path: Path, number: int) -> str:
+    """A line of a file without its indentation; empty if the file has no such line or does not exist. number: from 1."""
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    return lines[number - 1].strip() if 0 < number <= len(lines) else ""
+
+
 def readable(log: str, sources: Path, folder: Path) -> str:
     """A compiler's log of files in ``sources``, told of the same files in ``folder``; before it each error with its line."""
     found = []
     for error in _ERROR.finditer(log):
         path, number = Path(error["file"]), int(error["line"])
-        lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-        line = lines[number - 1].strip() if 0 < number <= len(lines) else ""
-        found.append(f"{error['file']}:{number}: {error['said']}\n    {number} | {line}")
+        found.append(f"{error['file']}:{number}: {error['said']}\n    {number} | {line_of(path, number)}")
     return "\n".join([*dict.fromkeys(found), *([""] if found else []), log]).replace(str(sources), str(folder))

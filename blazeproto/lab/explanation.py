@@ -104,9 +104,6 @@ class Explanation(Drawn):
     def __rich__(self) -> RenderableType:
         return self.view().__rich__()
 
-    def __repr__(self) -> str:
-        return self.text()
-
 
 @torch.no_grad()
 def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: bool = True) -> Explanation:

@@ -21,8 +21,9 @@ from itertools import groupby
 from pathlib import Path
 
 from blazeproto.gemm.compile import Kernel
-from blazeproto.lab.edit import refuse_changed
+from blazeproto.lab.edit import line_of, refuse_changed
 from blazeproto.lab.tables import Drawn  # says how to install rich
+from blazeproto.runtime import checks
 
 # isort: split
 from rich.columns import Columns
@@ -170,8 +171,7 @@ def machine_code(kernel: Kernel, lines: str | None = None) -> MachineCode:
     TypeError for what is no kernel or no text. ValueError for a kernel whose files have changed since it was compiled, or without
     line information, for what is no regular expression, and for one that no line has. FileNotFoundError without nvdisasm.
     """
-    if not isinstance(kernel, Kernel):
-        raise TypeError(f"kernel: expected a Kernel, got {type(kernel).__name__}")
+    checks.instance("kernel", kernel, Kernel)
     refuse_changed(kernel)
     if not (lines is None or isinstance(lines, str)):
         raise TypeError(f"lines: expected a file or a regular expression, got {type(lines).__name__}")
@@ -207,13 +207,11 @@ def _parse(disassembly: str, kernel: Kernel) -> Iterator[InlinedCode]:
 
     Before an instruction of another line stand that line and, one to a row, those that it was inlined at.
     """
-    lines_of = cache(_lines_of)
 
     @cache
     def source_line(path: str, number: int) -> SourceLine:
         found, name = _source_file(Path(path), kernel)
-        texts = lines_of(found)
-        return SourceLine(name, number, texts[number - 1].strip() if 0 < number <= len(texts) else "")
+        return SourceLine(name, number, line_of(found, number))
 
     for (function, frames), found in groupby(_instructions(disassembly), key=lambda row: row[:2]):
         lines = [source_line(*frame) for frame in frames]
@@ -250,7 +248,3 @@ def _source_file(path: Path, kernel: Kernel) -> tuple[Path, str]:
         if (kernel.folder / name).is_file():
             return kernel.folder / name, name.as_posix()
     return path, path.name  # a header of CUDA
-
-
-def _lines_of(path: Path) -> list[str]:
-    return path.read_text(errors="replace").splitlines() if path.is_file() else []

@@ -43,6 +43,9 @@ class Drawn:
         """Without colours, in ``width`` columns, for a repr or a file."""
         return "\n".join(line.rstrip() for line in self._printed(width or self.width).export_text().splitlines())
 
+    def __repr__(self) -> str:
+        return self.text()
+
     def _repr_html_(self) -> str:
         return self._printed(self.width).export_html(inline_styles=True, code_format=HTML)
 
