@@ -214,10 +214,7 @@ class Call:
         self, case: Case, given: Mapping[str, Tensor], out: Mapping[str, Tensor], config: TileConfig | None = None
     ) -> dict[str, Any]:
         """Those of the product's function.  out: the outputs and the workspace, by the names of `outputs`."""
-        written: dict[str, Any] = {array.name: out[name] for name, array in self.made.items()}
-        for name, array in self.made.items():
-            if self.is_quantized(case, array):
-                written[array.name] = Quantized(out[name], out[f"{name}'s scales"])
+        written: dict[str, Any] = {array.name: self._output(case, name, out) for name, array in self.made.items()}
         if "workspace" in out:
             written["workspace"] = out["workspace"]
         return self.takes(self.entry.run, case, given, config=config, **written)
@@ -227,10 +224,14 @@ class Call:
 
     def numbers(self, case: Case, name: str, out: Mapping[str, Tensor]) -> Tensor:
         """An output's numbers, fp32 of a quantized one."""
-        array = self.made[name]
-        if not self.is_quantized(case, array):
-            return out[name]
-        return from_e4m3(torch, Quantized(out[name], out[f"{name}'s scales"]), array.scale)  # type: ignore[no-any-return]
+        value = self._output(case, name, out)
+        return value if isinstance(value, Tensor) else from_e4m3(torch, value, self.made[name].scale)
+
+    def _output(self, case: Case, name: str, out: Mapping[str, Tensor]) -> Tensor | Quantized:
+        """As the product takes it."""
+        if self.is_quantized(case, self.made[name]):
+            return Quantized(out[name], out[f"{name}'s scales"])
+        return out[name]
 
     def run(
         self, case: Case, given: Mapping[str, Tensor], out: Mapping[str, Tensor], config: TileConfig | None = None

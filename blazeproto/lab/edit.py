@@ -16,13 +16,9 @@ from blazeproto.gemm.compile import CUDA_SOURCES, CompileError, Kernel, compile_
 _ERROR = re.compile(r"^(?P<file>[^\s(][^(\n]*)\((?P<line>\d+)\): (?P<said>(?:catastrophic )?error.*)$", re.MULTILINE)
 
 
-def _snapshots() -> Path:
-    """This process's folder of sources as they were when they were compiled, and of what was made of them."""
-    return _snapshots_of(os.getpid())
-
-
 @cache
-def _snapshots_of(process: int) -> Path:
+def _snapshots(process: int) -> Path:
+    """A process's folder of sources as they were when they were compiled, and of what was made of them."""
     folder = Path(tempfile.mkdtemp(prefix="blazeproto-lab-"))
     atexit.register(_remove, folder, process)
     return folder
@@ -84,9 +80,10 @@ class EditedSources:
         digest = hashlib.sha256()
         for name, data in files.items():
             digest.update(f"{name}\0{len(data)}\0".encode() + data)
-        made = _snapshots() / digest.hexdigest()[:16]
+        snapshots = _snapshots(os.getpid())
+        made = snapshots / digest.hexdigest()[:16]
         if not made.exists():
-            beside = Path(tempfile.mkdtemp(dir=_snapshots()))
+            beside = Path(tempfile.mkdtemp(dir=snapshots))
             _write(files, beside)
             try:
                 os.rename(beside, made)
