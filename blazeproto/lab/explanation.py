@@ -7,7 +7,7 @@ explain(layer, x).rows[0].bytes_read
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ from blazeproto.router import Router
 from blazeproto.router.choices import Hash
 from blazeproto.runtime import checks
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+# isort: split
+from rich.console import RenderableType  # behind lab.tables, which says how to install rich
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,6 @@ class Explanation(Drawn):
 
     def __rich__(self) -> RenderableType:
         return self.view().__rich__()
-
-    def __repr__(self) -> str:
-        return self.text()
 
 
 @torch.no_grad()
