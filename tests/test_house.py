@@ -260,14 +260,14 @@ CEILINGS = {
     "blazeproto/dispatch/**/*.py": 733,
     "blazeproto/router/**/*.py": 2364,
     "blazeproto/gemm/**/*.py": 2155,
-    "blazeproto/autograd/**/*.py": 1927,
+    "blazeproto/autograd/**/*.py": 1928,
     "blazeproto/blocksparse/**/*.py": 605,
     "blazeproto/distributed/**/*.py": 503,
     "blazeproto/integrations/**/*.py": 320,
     "blazeproto/lab/**/*.py": 3048,
     "ptxsim/*.py": 2900,
-    "scripts/**/*.py": 10357,
-    "tests/**/*.py ptxsim/tests/**/*.py": 26832,
+    "scripts/**/*.py": 10359,
+    "tests/**/*.py ptxsim/tests/**/*.py": 26834,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 4915,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in
