@@ -282,29 +282,25 @@ class Router(nn.Module):
         if x.device != self.weight.device:
             raise ValueError(f"x: expected device {self.weight.device} (the router's weight), got {x.device}")
         if mask is not None:
-            check_mask(mask, x.shape[0], x.device)
+            check_by_token("mask", mask, x.shape[0], x.device)
         if token_ids is None:
             if isinstance(self.choice, Hash):
                 raise ValueError("token_ids: expected T integers for hash routing, got None")
-            return
-        check_dense("token_ids", token_ids)
-        if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype == torch.bool:
-            raise TypeError(f"token_ids: expected an integer tensor, got {token_ids.dtype}")
-        if token_ids.numel() != x.shape[0]:
-            raise ValueError(f"token_ids: expected {x.shape[0]} ids, one a token, got shape {tuple(token_ids.shape)}")
-        if token_ids.device != x.device:
-            raise ValueError(f"token_ids: expected device {x.device}, got {token_ids.device}")
+        else:
+            check_by_token("token_ids", token_ids, x.shape[0], x.device)
 
 
-def check_mask(mask: Tensor, num_tokens: int, device: torch.device) -> None:
-    """TypeError or ValueError unless ``mask`` has a bool for each of so many tokens, on this device."""
-    check_dense("mask", mask)
-    if mask.dtype != torch.bool:
-        raise TypeError(f"mask: expected a torch.bool tensor, got {mask.dtype}")
-    if mask.numel() != num_tokens:
-        raise ValueError(f"mask: expected {num_tokens} bools, one a token, got shape {tuple(mask.shape)}")
-    if mask.device != device:
-        raise ValueError(f"mask: expected device {device}, x's, got {mask.device}")
+def check_by_token(name: str, tensor: Tensor, num_tokens: int, device: torch.device) -> None:
+    """TypeError or ValueError unless "mask" has a bool, "token_ids" an integer, for each of so many tokens, on this device."""
+    check_dense(name, tensor)
+    kind, values = ("a torch.bool", "bools") if name == "mask" else ("an integer", "ids")
+    numbers, dtype = tensor.is_floating_point() or tensor.is_complex(), tensor.dtype
+    if numbers or (dtype == torch.bool) != (name == "mask"):
+        raise TypeError(f"{name}: expected {kind} tensor, got {dtype}")
+    if tensor.numel() != num_tokens:
+        raise ValueError(f"{name}: expected {num_tokens} {values}, one a token, got shape {tuple(tensor.shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected device {device}, x's, got {tensor.device}")
 
 
 def check_takes_mask(router: nn.Module) -> None:
