@@ -14,7 +14,7 @@ from typing import Any
 from blazeproto.router.kinds import DRAWING_RULES, RULES, WAYS
 from blazeproto.router.public import Place, RowKernel, parts_of, public
 from blazeproto.router.scores import Score, sums_to_one
-from blazeproto.router.topk import MAX_EXPERTS, check_scoring, scoring
+from blazeproto.router.topk import check_matrix, check_scoring, scoring
 from blazeproto.runtime import arrays, checks, memory
 from blazeproto.runtime.numba_kernel import NumbaKernel
 
@@ -99,17 +99,9 @@ def score_kernel(num_experts: int, score: str, renormalize: bool, scale: float, 
     )
 
 
-def _check_matrix(name: str, sizes: dict[str, Any]) -> tuple[int, int]:
-    num_tokens, num_experts = sizes["T"], sizes["E"]
-    expected = f"(T, E) with T <= 2**30 and 1 <= E <= {MAX_EXPERTS}"
-    checks.require(
-        1 <= num_experts <= MAX_EXPERTS and num_tokens <= MAX_TOKENS, name, expected, (num_tokens, num_experts)
-    )
-    return num_tokens, num_experts
-
-
 def _check_choosing(sizes: dict[str, Any], call: dict[str, Any]) -> None:
-    (num_tokens, num_experts), top_k = _check_matrix("scores", sizes), sizes["K"]
+    num_tokens, num_experts, top_k = (sizes[word] for word in "TEK")
+    check_matrix("scores", sizes, num_tokens <= MAX_TOKENS, "T <= 2**30")
     by, size, max_pairs = call["by"], call["size"], call["max_pairs"]
     checks.one_of("by", by, WAYS)
     checks.integer("size", size, least=1 if by in RULES else 0)
@@ -125,7 +117,7 @@ def _check_choosing(sizes: dict[str, Any], call: dict[str, Any]) -> None:
 
 
 def _check_scoring(sizes: dict[str, Any], call: dict[str, Any]) -> None:
-    _check_matrix("logits", sizes)
+    check_matrix("logits", sizes, sizes["T"] <= MAX_TOKENS, "T <= 2**30")
     check_scoring(call)
 
 

@@ -105,10 +105,7 @@ def backward_kernel(num_experts: int, top_k: int, score: str, renormalize: bool,
 
 def _check(sizes: dict[str, Any], call: dict[str, Any]) -> None:
     num_tokens, num_experts, top_k = sizes["T"], sizes["E"], sizes["K"] if "K" in sizes else call["top_k"]
-    expected = f"(T, E) with T < 2**31 and 1 <= E <= {MAX_EXPERTS}"
-    checks.require(
-        1 <= num_experts <= MAX_EXPERTS and num_tokens < 2**31, "logits", expected, (num_tokens, num_experts)
-    )
+    check_matrix("logits", sizes, num_tokens < 2**31, "T < 2**31")
     check_scoring(call)
     most = min(MAX_TOP_K, num_experts)
     checks.require(1 <= checks.integer("top_k", top_k) <= most, "top_k", f"1 to {most} for E={num_experts}", top_k)
@@ -116,6 +113,12 @@ def _check(sizes: dict[str, Any], call: dict[str, Any]) -> None:
     checks.require(call.get("bias") is None or SCORES[call["score"]].elementwise, "bias", expected, "one")
     sizes["groups"] = check_groups(call.get("num_groups"), call.get("top_groups"), num_experts, top_k)
     checks.require(sizes["groups"][0] <= MAX_GROUPS, "num_groups", f"at most {MAX_GROUPS}", call.get("num_groups"))
+
+
+def check_matrix(name: str, sizes: dict[str, Any], fits: bool, tokens: str) -> None:
+    """ValueError unless a matrix has 1 to `MAX_EXPERTS` columns, and its number of tokens ``fits`` what ``tokens`` says."""
+    expected = f"(T, E) with {tokens} and 1 <= E <= {MAX_EXPERTS}"
+    checks.require(fits and 1 <= sizes["E"] <= MAX_EXPERTS, name, expected, (sizes["T"], sizes["E"]))
 
 
 def check_groups(num_groups: int | None, top_groups: int | None, num_experts: int, top_k: int) -> tuple[int, int]:
