@@ -26,7 +26,7 @@ from blazeproto.autograd.options import OPTION_NAMES, Options, documented, takes
 from blazeproto.autograd.ranks import Dispatcher, refuse_ranks
 from blazeproto.autograd.shared_expert import SharedExpert, up_name
 from blazeproto.router.choices import CHOICES
-from blazeproto.router.router import check_mask, check_takes_mask, make_router, router_keywords
+from blazeproto.router.router import check_by_token, check_takes_mask, make_router, router_keywords
 from blazeproto.router.stats import MoEStats
 from blazeproto.runtime.checks import boolean, fixed, integer, nearest
 from blazeproto.runtime.shown import Shown
@@ -182,7 +182,7 @@ class MoE(nn.Module, Shown):
         tokens = x.reshape(-1, self.d_model)
         given = {name: value for name, value in {"token_ids": token_ids, "mask": mask}.items() if value is not None}
         if mask is not None:
-            check_mask(mask, tokens.shape[0], x.device)
+            check_by_token("mask", mask, tokens.shape[0], x.device)
             if mask.shape not in (x.shape[:-1], tokens.shape[:1]):  # (T, B) for (B, T) would mask other tokens
                 raise ValueError(f"mask: expected shape {tuple(x.shape[:-1])}, x's, got {tuple(mask.shape)}")
             check_takes_mask(self.router)

@@ -68,17 +68,14 @@ def _checked(look: Look, name: str, dimensions: int, call: Mapping[str, Any]) ->
     experts, row_capacity, stream = call[name], call["row_capacity"], call["stream"]
     checks.one_of("method", call["method"], METHODS)
     num_experts = checks.integer("num_experts", call["num_experts"], least=1)
-    if num_experts > MAX_PAIRS:
-        raise ValueError(f"num_experts: expected at most {MAX_PAIRS}, for offsets are int32, got {num_experts}")
+    checks.require(num_experts <= MAX_PAIRS, "num_experts", f"at most {MAX_PAIRS}, for offsets are int32", num_experts)
     if stream is not None:
         checks.integer("stream", stream, least=0)
     ids = arrays.expect(
         name, look(experts, name), ("int32", "int64"), ("T", "K") if dimensions == 2 else ("P",), alignment=4
     )
-    if dimensions == 2 and ids.shape[1] < 1:
-        raise ValueError(f"{name}: expected (T, K) with K >= 1, got {ids.shape}")
-    if ids.size > MAX_PAIRS:
-        raise ValueError(f"{name}: expected at most {MAX_PAIRS} pairs, for rows are int32, got {ids.size}")
+    checks.require(dimensions == 1 or ids.shape[1] >= 1, name, "(T, K) with K >= 1", ids.shape)
+    checks.require(ids.size <= MAX_PAIRS, name, f"at most {MAX_PAIRS} pairs, for rows are int32", ids.size)
     sizes = {"expert_pair_indices": ids.size, "expert_token_offsets": num_experts + 1, "token_index_map": ids.size}
     if ids.dtype == "int64":
         sizes["token_expert_indices"] = ids.size
@@ -95,11 +92,11 @@ def _given(out: Out, sizes: Mapping[str, int], ids: str) -> dict[str, Any]:
         raise TypeError(f"out: expected a tuple, or a mapping by name, of arrays, got {type(out).__name__}")
     given = dict(out) if isinstance(out, Mapping) else dict(zip(sizes, out, strict=False))
     missing = [name for name in sizes if given.get(name) is None]
-    if missing:
-        raise ValueError(f"out: expected {', '.join(sizes)} for {ids} ids, got no {', '.join(missing)}")
+    expected = f"{', '.join(sizes)} for {ids} ids"
+    checks.require(not missing, "out", expected, f"no {', '.join(missing)}")
     if len(out) > len(sizes):
         extra = ", ".join(map(repr, given.keys() - sizes)) if isinstance(out, Mapping) else f"{len(out)} arrays"
-        raise ValueError(f"out: expected only {', '.join(sizes)} for {ids} ids, got {extra}")
+        raise ValueError(f"out: expected only {expected}, got {extra}")
     return given
 
 
@@ -113,8 +110,7 @@ def _varying_pairs(
     offsets = arrays.expect(
         "token_offsets", look(token_offsets, "token_offsets"), "int32", ("T + 1",), device=ids.device, alignment=4
     )
-    if not offsets.size:
-        raise ValueError("token_offsets: expected (T + 1,), got (0,)")
+    checks.require(offsets.size > 0, "token_offsets", "(T + 1,)", offsets.shape)
     return tokens, offsets
 
 

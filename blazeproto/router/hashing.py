@@ -29,11 +29,9 @@ def hash_kernel(num_experts: int, top_k: int) -> RowKernel:
 
 def _check(sizes: dict[str, Any], call: dict[str, Any]) -> None:
     num_experts, top_k, _ = (checks.integer(name, call[name]) for name in ("num_experts", "top_k", "seed"))
-    if not 1 <= num_experts <= MAX_EXPERTS:
-        raise ValueError(f"num_experts: expected 1 to {MAX_EXPERTS}, got {num_experts}")
+    checks.require(1 <= num_experts <= MAX_EXPERTS, "num_experts", f"1 to {MAX_EXPERTS}", num_experts)
     most = min(MAX_TOP_K, num_experts)
-    if not 1 <= top_k <= most:
-        raise ValueError(f"top_k: expected 1 to {most} for E={num_experts}, got {top_k}")
+    checks.require(1 <= top_k <= most, "top_k", f"1 to {most} for E={num_experts}", top_k)
 
 
 @public(

@@ -68,25 +68,20 @@ def multiply(place: Place, call: Mapping[str, Any], x: Any, weight: Any, out: An
 
 def _check_product(sizes: dict[str, Any], call: dict[str, Any]) -> None:
     (parts, columns), reduction = (checks.integer("parts", call["parts"]), sizes["C"]), sizes["d"]
-    if parts not in (1, 2):
-        raise ValueError(f"parts: expected 1 or 2, got {parts}")
-    if columns % parts or not 1 <= columns // parts <= MAX_EXPERTS:
-        raise ValueError(f"weight: expected {parts} E rows with 1 <= E <= {MAX_EXPERTS}, got {columns}")
-    if reduction % CHUNK or not reduction:
-        raise ValueError(f"x: expected rows of a positive multiple of {CHUNK} numbers, got {reduction}")
-    sizes["E"] = columns // parts
+    checks.require(parts in (1, 2), "parts", "1 or 2", parts)
+    sizes["E"], rest = divmod(columns, parts)
+    fits = rest == 0 and 1 <= sizes["E"] <= MAX_EXPERTS
+    checks.require(fits, "weight", f"{parts} E rows with 1 <= E <= {MAX_EXPERTS}", columns)
+    whole = reduction > 0 and reduction % CHUNK == 0
+    checks.require(whole, "x", f"rows of a positive multiple of {CHUNK} numbers", reduction)
 
 
 def _check_experts(sizes: dict[str, Any], call: dict[str, Any]) -> None:
-    if not 1 <= sizes["E"] <= MAX_EXPERTS:
-        name = "products" if "products" in call else "d_logits"
-        raise ValueError(f"{name}: expected 1 to {MAX_EXPERTS} columns, got {sizes['E']}")
-    if "products" in call:
-        sizes["out"] = call["products"]
-    else:
-        if (parts := checks.integer("parts", call["parts"])) not in (2, 3):
-            raise ValueError(f"parts: expected 2 or 3, got {parts}")
-        sizes["columns"] = parts * sizes["E"]
+    num_experts, name = sizes["E"], "products" if "products" in call else "d_logits"
+    checks.require(1 <= num_experts <= MAX_EXPERTS, name, f"1 to {MAX_EXPERTS} columns", num_experts)
+    parts = checks.integer("parts", call.get("parts", 2))
+    checks.require(parts in (2, 3), "parts", "2 or 3", parts)
+    sizes |= {"columns": parts * num_experts, "out": call.get("products", call.get("out"))}
 
 
 @public(

@@ -9,7 +9,7 @@ from typing import Any
 
 from blazeproto.router.public import Place, RowKernel, parts_of, public
 from blazeproto.router.scores import Score, score_named
-from blazeproto.router.topk import MAX_EXPERTS, power_of_two
+from blazeproto.router.topk import check_matrix, power_of_two
 from blazeproto.runtime import checks, memory
 from blazeproto.runtime.numba_kernel import NumbaKernel
 
@@ -93,11 +93,8 @@ def backward_kernel(num_experts: int, score: str, balance: bool, z: bool, masked
 def _check(sizes: dict[str, Any], call: dict[str, Any]) -> None:
     score_named(call["score"])
     num_tokens, num_experts = sizes["T"], sizes["E"]
-    if not (1 <= num_experts <= MAX_EXPERTS and num_tokens >= 1):
-        expected = f"(T, E) with T >= 1 and 1 <= E <= {MAX_EXPERTS}"
-        raise ValueError(f"logits: expected {expected}, got {(num_tokens, num_experts)}")
-    if not sizes.get("K", 1):
-        raise ValueError(f"experts: expected (T, K) with K >= 1, got {(num_tokens, 0)}")
+    check_matrix("logits", sizes, num_tokens >= 1, "T >= 1")
+    checks.require(sizes.get("K", 1) >= 1, "experts", "(T, K) with K >= 1", (num_tokens, 0))
     for name in ("balance", "z", "masked"):
         checks.boolean(name, call[name])
     checks.integer("top_k", call.get("top_k", 1), least=1)

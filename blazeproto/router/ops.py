@@ -213,7 +213,7 @@ def choose_pairs(
     draws: Tensor | None,
     by: str,
     options: list[float],
-    size: int,
+    size: Any,
     max_pairs: int,
     limits: Tensor | None,
 ) -> tuple[Tensor, ...]:
@@ -222,36 +222,24 @@ def choose_pairs(
     Returns pair_experts (P,), pair_tokens (P,), token_offsets (T + 1,) and load (E,), int32. ValueError for an unknown ``by``.
     With ``limits``, tokens of expert -1 are masked.
     """
-    if limits is None:
-        return _choose(scores, experts, draws, by, options, size, max_pairs, None)
-    counted = experts[:, 0] >= 0
-    order = torch.argsort(counted.to(torch.int8), descending=True, stable=True)  # masked tokens last
-    chosen = _choose(scores[order], experts[order], draws, by, options, limits[1], max_pairs, limits)
-    pair_experts, pair_tokens, token_offsets, load = chosen
-    pair_tokens = torch.where(pair_experts >= 0, order.to(torch.int32)[pair_tokens], 0)
-    return pair_experts, pair_tokens, token_offsets[F.pad(counted.cumsum(0), (1, 0))], load
-
-
-def _choose(
-    scores: Tensor,
-    experts: Tensor,
-    draws: Tensor | None,
-    by: str,
-    options: list[float],
-    size: Any,
-    max_pairs: int,
-    limits: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """`choose_pairs` where masked tokens come last."""
     choice = varying_choice(by)
+    if limits is not None:
+        counted = experts[:, 0] >= 0
+        order = torch.argsort(counted.to(torch.int8), descending=True, stable=True)  # masked tokens last
+        scores, experts, size = scores[order], experts[order], limits[1]
     fits = experts.dtype == torch.int32 and max(max_pairs, experts.numel()) < 2**31
     if choice.KERNELS and fits and _kernels_take(scores):
         made = _choose_fake(scores, experts, draws, by, options, size, max_pairs)
         launch = import_module(choice.KERNELS).launch_choice
         launch(place_of(scores), (scores, experts.contiguous(), draws, *made), by, options, size, limits)
+    else:
+        mask = choice.mask(scores, experts, draws, by, options, size)
+        made = fallback.pairs_of(mask if limits is None else mask & (experts[:, :1] >= 0), max_pairs)
+    if limits is None:
         return made
-    mask = choice.mask(scores, experts, draws, by, options, size)
-    return fallback.pairs_of(mask if limits is None else mask & (experts[:, :1] >= 0), max_pairs)
+    pair_experts, pair_tokens, token_offsets, load = made
+    pair_tokens = torch.where(pair_experts >= 0, order.to(torch.int32)[pair_tokens], 0)
+    return pair_experts, pair_tokens, token_offsets[F.pad(counted.cumsum(0), (1, 0))], load
 
 
 @define(

@@ -14,7 +14,7 @@ from typing import Any
 from blazeproto.router.kinds import DRAWING_RULES, RULES, WAYS
 from blazeproto.router.public import Place, RowKernel, parts_of, public
 from blazeproto.router.scores import Score, sums_to_one
-from blazeproto.router.topk import MAX_EXPERTS, check_scoring, scoring
+from blazeproto.router.topk import check_matrix, check_scoring, scoring
 from blazeproto.runtime import arrays, checks, memory
 from blazeproto.runtime.numba_kernel import NumbaKernel
 
@@ -99,33 +99,25 @@ def score_kernel(num_experts: int, score: str, renormalize: bool, scale: float, 
     )
 
 
-def _check_matrix(name: str, sizes: dict[str, Any]) -> tuple[int, int]:
-    num_tokens, num_experts = sizes["T"], sizes["E"]
-    if not 1 <= num_experts <= MAX_EXPERTS or num_tokens > MAX_TOKENS:
-        expected = f"(T, E) with T <= 2**30 and 1 <= E <= {MAX_EXPERTS}"
-        raise ValueError(f"{name}: expected {expected}, got {(num_tokens, num_experts)}")
-    return num_tokens, num_experts
-
-
 def _check_choosing(sizes: dict[str, Any], call: dict[str, Any]) -> None:
-    (num_tokens, num_experts), top_k = _check_matrix("scores", sizes), sizes["K"]
+    num_tokens, num_experts, top_k = (sizes[word] for word in "TEK")
+    check_matrix("scores", sizes, num_tokens <= MAX_TOKENS, "T <= 2**30")
     by, size, max_pairs = call["by"], call["size"], call["max_pairs"]
     checks.one_of("by", by, WAYS)
     checks.integer("size", size, least=1 if by in RULES else 0)
     checks.integer("max_pairs", max_pairs, least=0)
     most = min(MAX_TOP_K, num_experts)
-    if not 1 <= top_k <= most:
-        raise ValueError(f"experts: expected (T, K) with K from 1 to {most}, got {(num_tokens, top_k)}")
-    if by == "expert_choice" and size > num_tokens:
-        raise ValueError(f"size: expected at most T={num_tokens} tokens each expert, got {size}")
-    if max(max_pairs, num_tokens * top_k) >= 2**31:
-        raise ValueError(f"max_pairs, T*K: expected less than 2**31, got {max_pairs}, {num_tokens * top_k}")
-    if by in DRAWING_RULES and call["draws"] is None:
-        raise ValueError(f"draws: expected a number for each expert with by={by!r}, got None")
+    checks.require(1 <= top_k <= most, "experts", f"(T, K) with K from 1 to {most}", (num_tokens, top_k))
+    if by == "expert_choice":
+        checks.require(size <= num_tokens, "size", f"at most T={num_tokens} tokens each expert", size)
+    fits, got = max(max_pairs, num_tokens * top_k) < 2**31, f"{max_pairs}, {num_tokens * top_k}"
+    checks.require(fits, "max_pairs, T*K", "less than 2**31", got)
+    if by in DRAWING_RULES:
+        checks.require(call["draws"] is not None, "draws", f"a number for each expert with by={by!r}", None)
 
 
 def _check_scoring(sizes: dict[str, Any], call: dict[str, Any]) -> None:
-    _check_matrix("logits", sizes)
+    check_matrix("logits", sizes, sizes["T"] <= MAX_TOKENS, "T <= 2**30")
     check_scoring(call)
 
 

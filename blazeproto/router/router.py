@@ -112,27 +112,26 @@ class Router(nn.Module):
         self.d_model = checks.integer("d_model", d_model, least=1)
         self.num_experts = checks.integer("num_experts", num_experts, least=1)
         self.top_k = checks.integer("top_k", top_k, least=1)
-        if top_k > num_experts:
-            raise ValueError(f"top_k: expected at most num_experts={num_experts}, got {top_k}")
+        checks.require(top_k <= num_experts, "top_k", f"at most num_experts={num_experts}", top_k)
         kind = score_named(score)
         if renormalize is not None:
             checks.boolean("renormalize", renormalize)
         checks.number("scale", scale)
         self.num_groups, self.top_groups = check_groups(num_groups, top_groups, num_experts, top_k)
-        if num_groups is not None and not kind.elementwise:
-            raise ValueError(f"num_groups: expected None with score={score!r}, for only sigmoid scores rank groups")
+        expected = f"None with score={score!r}, for only sigmoid scores rank groups"
+        checks.require(num_groups is None or kind.elementwise, "num_groups", expected, num_groups)
         for name, rate in (("bias_update_rate", bias_update_rate), ("aux_loss", aux_loss), ("z_loss", z_loss)):
             checks.number(name, rate, least=0)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"dtype: expected a floating-point torch.dtype or None, got {dtype!r}")
         check_device(device)
         self.choice = _choice(choose, choose_options)
-        if (aux_loss or bias_update_rate) and self.choice is not None and self.choice.LOAD_IS_CHOSEN:
-            name = type(self.choice).__name__
-            raise ValueError(f"aux_loss, bias_update_rate: expected 0 with {name}, where scores do not make the load")
-        if num_groups is not None and self.choice is not None and self.choice.LOAD_IS_CHOSEN:
-            name = type(self.choice).__name__
-            raise ValueError(f"num_groups: expected None with {name}, where tokens do not rank experts")
+        if self.choice is not None and self.choice.LOAD_IS_CHOSEN:
+            name, rates = type(self.choice).__name__, (aux_loss, bias_update_rate)
+            expected = f"0 with {name}, where scores do not make the load"
+            checks.require(not any(rates), "aux_loss, bias_update_rate", expected, rates)
+            expected = f"None with {name}, where tokens do not rank experts"
+            checks.require(num_groups is None, "num_groups", expected, num_groups)
 
         self.score = score
         by_choice = renormalize is None and top_k > 1 and self.choice is not None and self.choice.RENORMALIZES
@@ -283,29 +282,25 @@ class Router(nn.Module):
         if x.device != self.weight.device:
             raise ValueError(f"x: expected device {self.weight.device} (the router's weight), got {x.device}")
         if mask is not None:
-            check_mask(mask, x.shape[0], x.device)
+            check_by_token("mask", mask, x.shape[0], x.device)
         if token_ids is None:
             if isinstance(self.choice, Hash):
                 raise ValueError("token_ids: expected T integers for hash routing, got None")
-            return
-        check_dense("token_ids", token_ids)
-        if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype == torch.bool:
-            raise TypeError(f"token_ids: expected an integer tensor, got {token_ids.dtype}")
-        if token_ids.numel() != x.shape[0]:
-            raise ValueError(f"token_ids: expected {x.shape[0]} ids, one a token, got shape {tuple(token_ids.shape)}")
-        if token_ids.device != x.device:
-            raise ValueError(f"token_ids: expected device {x.device}, got {token_ids.device}")
+        else:
+            check_by_token("token_ids", token_ids, x.shape[0], x.device)
 
 
-def check_mask(mask: Tensor, num_tokens: int, device: torch.device) -> None:
-    """TypeError or ValueError unless ``mask`` has a bool for each of so many tokens, on this device."""
-    check_dense("mask", mask)
-    if mask.dtype != torch.bool:
-        raise TypeError(f"mask: expected a torch.bool tensor, got {mask.dtype}")
-    if mask.numel() != num_tokens:
-        raise ValueError(f"mask: expected {num_tokens} bools, one a token, got shape {tuple(mask.shape)}")
-    if mask.device != device:
-        raise ValueError(f"mask: expected device {device}, x's, got {mask.device}")
+def check_by_token(name: str, tensor: Tensor, num_tokens: int, device: torch.device) -> None:
+    """TypeError or ValueError unless "mask" has a bool, "token_ids" an integer, for each of so many tokens, on this device."""
+    check_dense(name, tensor)
+    kind, values = ("a torch.bool", "bools") if name == "mask" else ("an integer", "ids")
+    numbers, dtype = tensor.is_floating_point() or tensor.is_complex(), tensor.dtype
+    if numbers or (dtype == torch.bool) != (name == "mask"):
+        raise TypeError(f"{name}: expected {kind} tensor, got {dtype}")
+    if tensor.numel() != num_tokens:
+        raise ValueError(f"{name}: expected {num_tokens} {values}, one a token, got shape {tuple(tensor.shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected device {device}, x's, got {tensor.device}")
 
 
 def check_takes_mask(router: nn.Module) -> None:

@@ -105,18 +105,20 @@ def backward_kernel(num_experts: int, top_k: int, score: str, renormalize: bool,
 
 def _check(sizes: dict[str, Any], call: dict[str, Any]) -> None:
     num_tokens, num_experts, top_k = sizes["T"], sizes["E"], sizes["K"] if "K" in sizes else call["top_k"]
-    if not 1 <= num_experts <= MAX_EXPERTS or num_tokens >= 2**31:
-        expected = f"(T, E) with T < 2**31 and 1 <= E <= {MAX_EXPERTS}"
-        raise ValueError(f"logits: expected {expected}, got {(num_tokens, num_experts)}")
+    check_matrix("logits", sizes, num_tokens < 2**31, "T < 2**31")
     check_scoring(call)
     most = min(MAX_TOP_K, num_experts)
-    if not 1 <= checks.integer("top_k", top_k) <= most:
-        raise ValueError(f"top_k: expected 1 to {most} for E={num_experts}, got {top_k}")
-    if call.get("bias") is not None and not SCORES[call["score"]].elementwise:
-        raise ValueError(f"bias: expected None with score={call['score']!r}, for only sigmoid scores take one")
+    checks.require(1 <= checks.integer("top_k", top_k) <= most, "top_k", f"1 to {most} for E={num_experts}", top_k)
+    expected = f"None with score={call['score']!r}, for only sigmoid scores take one"
+    checks.require(call.get("bias") is None or SCORES[call["score"]].elementwise, "bias", expected, "one")
     sizes["groups"] = check_groups(call.get("num_groups"), call.get("top_groups"), num_experts, top_k)
-    if sizes["groups"][0] > MAX_GROUPS:
-        raise ValueError(f"num_groups: expected at most {MAX_GROUPS}, got {call['num_groups']}")
+    checks.require(sizes["groups"][0] <= MAX_GROUPS, "num_groups", f"at most {MAX_GROUPS}", call.get("num_groups"))
+
+
+def check_matrix(name: str, sizes: dict[str, Any], fits: bool, tokens: str) -> None:
+    """ValueError unless a matrix has 1 to `MAX_EXPERTS` columns, and its number of tokens ``fits`` what ``tokens`` says."""
+    expected = f"(T, E) with {tokens} and 1 <= E <= {MAX_EXPERTS}"
+    checks.require(fits and 1 <= sizes["E"] <= MAX_EXPERTS, name, expected, (sizes["T"], sizes["E"]))
 
 
 def check_groups(num_groups: int | None, top_groups: int | None, num_experts: int, top_k: int) -> tuple[int, int]:
@@ -127,13 +129,10 @@ def check_groups(num_groups: int | None, top_groups: int | None, num_experts: in
         checks.integer("top_groups", top_groups, least=1)
     groups = checks.integer("num_groups", num_groups, least=1)
     kept = checks.integer("top_groups", top_groups, least=1)
-    if num_experts % groups:
-        raise ValueError(f"num_groups: expected a divisor of E={num_experts}, got {groups}")
-    if kept > groups:
-        raise ValueError(f"top_groups: expected at most num_groups={groups}, got {kept}")
+    checks.require(num_experts % groups == 0, "num_groups", f"a divisor of E={num_experts}", groups)
+    checks.require(kept <= groups, "top_groups", f"at most num_groups={groups}", kept)
     most = num_experts // groups * kept
-    if top_k > most:
-        raise ValueError(f"top_k: expected at most {most}, the experts of {kept} of {groups} groups, got {top_k}")
+    checks.require(top_k <= most, "top_k", f"at most {most}, the experts of {kept} of {groups} groups", top_k)
     return (1, 1) if kept == groups else (groups, kept)
 
 

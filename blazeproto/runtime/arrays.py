@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-from blazeproto.runtime import optional, target
+from blazeproto.runtime import checks, optional, target
 from blazeproto.runtime.target import is_target, simulated
 
 ITEM_BYTES = {
@@ -167,8 +167,7 @@ def numpy_output(
 
 def _writable(a: DeviceArray, name: str) -> DeviceArray:
     """The view of a NumPy array; ValueError where that is read-only."""
-    if not a.owner.flags.writeable:
-        raise ValueError(f"{name}: expected an array to write to, got a read-only one")
+    checks.require(a.owner.flags.writeable, name, "an array to write to", "a read-only one")
     return a
 
 
@@ -278,13 +277,12 @@ def overlap(a: DeviceArray, b: DeviceArray) -> bool:
 def columns_within(columns: range | None, width: int, multiple: int = 8) -> range:
     """``columns`` of a matrix that is ``width`` wide, None for all of them. TypeError if they are no range, ValueError if the
     matrix hasn't got them or they don't begin and end at a ``multiple``: of bf16, 8 are 16 bytes."""
+    checks.instance("columns", columns, range, optional=True)
     if columns is None:
         return range(width)
-    if not isinstance(columns, range):
-        raise TypeError(f"columns: expected a range or None, got {type(columns).__name__}")
     inside = columns.step == 1 and 0 <= columns.start <= columns.stop <= width
-    if not inside or columns.start % multiple or columns.stop % multiple:
-        raise ValueError(f"columns: expected a range in multiples of {multiple} within 0 to {width}, got {columns}")
+    whole = columns.start % multiple == columns.stop % multiple == 0
+    checks.require(inside and whole, "columns", f"a range in multiples of {multiple} within 0 to {width}", columns)
     return columns
 
 

@@ -9,6 +9,12 @@ from numbers import Real
 from typing import Any
 
 
+def require(holds: bool, name: str, expected: str, got: object) -> None:
+    """ValueError unless it ``holds``. For checks outside of what runs often or is traced: the text is made in any case."""
+    if not holds:
+        raise ValueError(f"{name}: expected {expected}, got {got}")
+
+
 def integer(name: str, value: Any, least: int | None = None) -> int:
     """``value`` as an int: an int, or a NumPy integer or the like, but no bool.
 
@@ -28,8 +34,7 @@ def number(name: str, value: Any, *, least: float | None = None, above: float | 
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     bound = f", at least {least}" if least is not None else f" above {above}" if above is not None else ""
     fits = (least is None or value >= least) and (above is None or value > above)
-    if not math.isfinite(value) or not fits:
-        raise ValueError(f"{name}: expected a finite number{bound}, got {value}")
+    require(math.isfinite(value) and fits, name, f"a finite number{bound}", value)
 
 
 def boolean(name: str, value: object) -> None:
