@@ -268,7 +268,7 @@ CEILINGS = {
     "ptxsim/*.py": 2900,
     "scripts/**/*.py": 10359,
     "tests/**/*.py ptxsim/tests/**/*.py": 26834,
-    "blazeproto/**/*.cu blazeproto/**/*.cuh": 4915,
+    "blazeproto/**/*.cu blazeproto/**/*.cuh": 4796,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in
 docs/decisions.md that says what was bought."""

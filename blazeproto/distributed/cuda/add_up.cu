@@ -85,7 +85,7 @@ DEVICE void send_part(const AddUpParams& p, int peer, int64_t part) {
         for (int64_t column = threadIdx.x % LANES * CHUNK; column < p.columns; column += LANES * CHUNK) {
             float sum[CHUNK] = {};
             if (!sum_here(p, peer * p.max_tokens + token, column, sum) && !p.dropping) break;
-            store_16(to + column, round(sum));
+            store_16(to + column, pack_chunk(sum));
         }
     }
 }
@@ -104,9 +104,9 @@ DEVICE void finish_part(const AddUpParams& p, int64_t part, uint32_t epoch) {
             if (ranks >> m.rank & 1) sum_here(p, m.rank * p.max_tokens + token, column, own);
             for (uint32_t left = ranks; left; left &= left - 1) {
                 const int from = __ffs(left) - 1;
-                add(sum, from == m.rank ? round(own) : load_16(sum_at(p, int(m.rank), from, token) + column), 1.f);
+                add(sum, from == m.rank ? pack_chunk(own) : load_16(sum_at(p, int(m.rank), from, token) + column), 1.f);
             }
-            store_16(p.out + token * p.row_columns + column, round(sum));
+            store_16(p.out + token * p.row_columns + column, pack_chunk(sum));
         }
     }
 }

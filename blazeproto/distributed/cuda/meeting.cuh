@@ -42,10 +42,7 @@ struct Meeting {
 // ---- instructions ------------------------------------------------------------------------------------------------
 DEVICE uint32_t load_acquire_sys(const uint32_t* address) {
     uint32_t value;
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];"
-                 : "=r"(value)
-                 : "l"(__cvta_generic_to_global(address))
-                 : "memory");
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(__cvta_generic_to_global(address)) : "memory");
     return value;
 }
 
@@ -54,17 +51,14 @@ DEVICE void store_release_sys(uint32_t* address, uint32_t value) {
 }
 
 DEVICE void add_release_sys(uint32_t* address, uint32_t value) {
-    asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(address)), "r"(value)
-                 : "memory");
+    asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(address)), "r"(value) : "memory");
 }
 
 // What this thread has done, or others that it met at a barrier since, is before what follows the last of these.
 DEVICE uint32_t increment_acq_rel(uint32_t* address, uint32_t last) {
     uint32_t before;
     asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-                 : "=r"(before)
-                 : "l"(__cvta_generic_to_global(address)), "r"(last)
-                 : "memory");
+                 : "=r"(before) : "l"(__cvta_generic_to_global(address)), "r"(last) : "memory");
     return before;
 }
 
@@ -75,18 +69,15 @@ DEVICE uint64_t globaltimer() {
 }
 
 DEVICE void store_16(void* address, uint4 v) {
-    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(address)), "r"(v.x),
-                 "r"(v.y), "r"(v.z), "r"(v.w)
-                 : "memory");
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
+                 ::"l"(__cvta_generic_to_global(address)), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 // Of what peers stored during this launch: not through the cache for what nobody writes.
 DEVICE uint4 load_16(const void* address) {
     uint4 v;
     asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(__cvta_generic_to_global(address))
-                 : "memory");
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(__cvta_generic_to_global(address)) : "memory");
     return v;
 }
 

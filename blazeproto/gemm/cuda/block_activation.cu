@@ -24,22 +24,9 @@ constexpr int PARTS = BLOCK_ELEMENTS / (THREADS * CHUNK);  // of a block: a CTA 
 
 static_assert(BLOCK_ELEMENTS % (THREADS * CHUNK) == 0, "whole parts");
 
-
-DEVICE void unpack(float* x, uint4 packed) {
-    const uint32_t two_columns[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        x[2 * i] = bf16_low(two_columns[i]);
-        x[2 * i + 1] = bf16_high(two_columns[i]);
-    }
-}
-
 DEVICE void load(float* x, const bf16* address) { unpack(x, *reinterpret_cast<const uint4*>(address)); }
 
-DEVICE void store(bf16* address, const float* x) {
-    *reinterpret_cast<uint4*>(address) =
-        make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
-}
+DEVICE void store(bf16* address, const float* x) { *reinterpret_cast<uint4*>(address) = pack_chunk(x); }
 
 // Where H has what a chunk of act is made of: one chunk without a gate, else two.
 struct Places {

@@ -29,9 +29,6 @@ struct BlockParams {
     int columns;    // dsd.cu: of the output
 };
 
-// Tiles of this CTA, of `all` that the grid takes round robin.
-DEVICE int tiles_of_this_cta(int all) { return (all - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x); }
-
 // The B part of a stage: BN columns of the output. K-major, PIECE of them lie together, and each piece's first is given.
 // MN-major, a panel of columns takes BK rows.
 template <int PIECE, class FirstColumn>
@@ -75,12 +72,7 @@ struct BlockEpilogue : PlainEpilogue<Scheduler> {
         if (PARTS % 2 && INDEX == 0) skip_slab();  // the slabs don't alternate from tile to tile: the last one has been read
         if (!Scheduler::stores(p, tile, INDEX)) return skip_slab();
         const uint32_t slab = slab_of_part(INDEX);
-#pragma unroll
-        for (int quarter = 0; quarter < 4; ++quarter) {
-            const uint32_t* quad = out + INDEX * PAIRS_IN_SLAB + quarter * 4;
-            if (Scheduler::TRANSPOSED) stmatrix_x4_trans(slab_address_transposed(slab, quarter), quad);
-            else stmatrix_x4(slab_address(slab, quarter), quad);
-        }
+        write_slab<Scheduler::TRANSPOSED>(slab, out + INDEX * PAIRS_IN_SLAB);
         MARK(BEGIN, STORE);
         store_slab([&] { Scheduler::store(p, tile, INDEX, slab); });
         MARK(END, STORE);

@@ -77,6 +77,6 @@ combine(const bf16* y, const float* scores, const int* token_index_map, const in
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         const int64_t column = first_column + v * LANES * CHUNK;
-        if (column < d) *reinterpret_cast<uint4*>(out + token * out_stride + column) = round(sum[v]);
+        if (column < d) *reinterpret_cast<uint4*>(out + token * out_stride + column) = pack_chunk(sum[v]);
     }
 }

@@ -23,7 +23,6 @@
 
 static_assert(GATED && PAIRED_ROWS && BN == 2 * BLOCK, "gate and up are halves of H; two blocks in a tile");
 
-
 struct DownBackwardEpilogue : DownBackward<BLOCK, true> {
     using DownBackward::DownBackward;
 

@@ -60,6 +60,16 @@ DEVICE uint32_t slabs_of(int strip) { return shared_at(EPILOGUE_OFFSET + strip *
 // slab has been read.
 DEVICE uint32_t slab_of_part(int index) { return slabs_of(consumer_index()) + index % 2 * SLAB_BYTES; }
 
+// A slab's pairs of accumulators, by all of a consumer.
+template <bool TURNED>
+DEVICE void write_slab(uint32_t slab, const uint32_t* pairs) {
+#pragma unroll
+    for (int quarter = 0; quarter < 4; ++quarter) {
+        if (TURNED) stmatrix_x4_trans(slab_address_transposed(slab, quarter), pairs + quarter * 4);
+        else stmatrix_x4(slab_address(slab, quarter), pairs + quarter * 4);
+    }
+}
+
 DEVICE void skip_slab() {
     if (warpgroup_thread() == 0) bulk_wait_group_read<0>();
     warpgroup_sync();

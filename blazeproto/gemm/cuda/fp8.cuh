@@ -26,21 +26,11 @@ constexpr int SLICE = BN / 2;       // columns that are multiplied at a time, wh
 constexpr int GROUP = 16;           // PAIRED_ROWS: neighbouring columns that four lanes have
 static_assert(SLICE == 128, "m64n128k32");
 
-#define ACC8(i, how) \
-    how(d[i]), how(d[i + 1]), how(d[i + 2]), how(d[i + 3]), how(d[i + 4]), how(d[i + 5]), how(d[i + 6]), how(d[i + 7])
-#define ACC64(how) \
-    ACC8(0, how), ACC8(8, how), ACC8(16, how), ACC8(24, how), ACC8(32, how), ACC8(40, how), ACC8(48, how), ACC8(56, how)
-#define WGMMA_E4M3(how, accumulate)                                                              \
-    asm volatile(                                                                                \
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                            \
-        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "                                 \
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                \
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "       \
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "       \
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "      \
-        "%64, %65, p, 1, 1;\n}\n"                                                                \
-        : ACC64(how)                                                                             \
-        : "l"(a), "l"(b), "r"(accumulate))
+#define WGMMA_E4M3(how, accumulate)                                                                          \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                 \
+                 "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" PLACES64 "}, %64, %65, p, 1, 1;\n}\n" \
+                 : ACC64(how)                                                                                \
+                 : "l"(a), "l"(b), "r"(accumulate))
 
 // D (64 x 128) += A (64 x 32) * B (32 x 128), both K-major. accumulate: 0 starts from zero.
 DEVICE void wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t b, int accumulate) { WGMMA_E4M3("+f", accumulate); }
@@ -50,8 +40,6 @@ DEVICE void wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
 DEVICE void wgmma_e4m3_first(float (&d)[64], uint64_t a, uint64_t b) { WGMMA_E4M3("=f", 0); }
 
 #undef WGMMA_E4M3
-#undef ACC64
-#undef ACC8
 
 // Where the scales lie of this thread's two rows and of its two slices' weights, for one block of the reduction after the other.
 // Offsets, since 32 bits are enough for them, and registers are short.
@@ -79,6 +67,12 @@ struct BlockScales {
         of_row[1] = load_f32(p.a_scales + (rows + second_row));
         rows += p.rows;
     }
+};
+
+struct E4m3 {
+    static constexpr bool SCALED = true;
+    static constexpr int BLOCK = ::BLOCK;
+    using Scales = BlockScales;
 };
 
 // sum (this consumer's strip, STRIP x BN) = A * B over `steps` stages.
@@ -126,9 +120,8 @@ DEVICE void multiply(float (&sum)[BN / 2], Ring& ring, int strip, int steps, Blo
 }
 
 DEVICE void tma_load_5d(uint32_t dst, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3, int c4) {
-    asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], "
-        "[%2];" ::"r"(dst),
-        "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
-        : "memory");
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
+                 ::"r"(dst), "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+                 : "memory");
 }

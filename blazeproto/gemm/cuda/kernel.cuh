@@ -27,7 +27,7 @@
 //
 // An Epilogue has SMEM_BYTES (for each consumer), a constructor (params) for the consumers, `hold(acc, tile, ring)`, which
 // takes over the accumulators of a strip, and parts (below). A product with VARLEN_K also has `store_partial(acc, at)`.
-// PlainEpilogue has defaults for the rest. FP8: and `block_scales(tile)`, of fp8.cuh.
+// PlainEpilogue has defaults for the rest. SCALED operands: and `block_scales(tile)`, of fp8.cuh.
 //
 // A consumer whose strip is not computed calls `skip` instead of `hold`. Its parts run as ever, with whatever is in the
 // registers, so that epilogue warps count the same parts for both strips; of a strip without rows they store nothing.
@@ -38,6 +38,9 @@
 #include "mainloop.cuh"
 #if FP8
 #include "fp8.cuh"
+using Element = E4m3;  // of operands
+#else
+using Element = Bf16;
 #endif
 
 template <class Scheduler>
@@ -153,22 +156,22 @@ DEVICE void consume(const typename Scheduler::Params& p, const Scheduler& schedu
             }
         }
         float acc[BN / 2];
-#if FP8
-        ring.wait_until_full();  // then the tile's slot has been written
-        epilogue.look_ahead(scheduler.strip_at(position, strip));
-        multiply(acc, ring, strip, steps, epilogue.block_scales(scheduler.strip_at(position, strip)), p);
-        tile = scheduler.strip_at(position, strip);
-        look_at(position + 1);
-#else
-        multiply<Producer>(acc, ring, strip, steps, [&](int left) {
-            parts.run(left);
-            if (left == (Epilogue::LOOKS_AHEAD ? steps : 1)) {  // no sooner than needed: a tile takes registers
-                if constexpr (!VARLEN_K) tile = scheduler.strip_at(position, strip);
-                epilogue.look_ahead(tile);
-            }
-            if (left == 1) look_at(position + 1);
-        });
-#endif
+        if constexpr (Element::SCALED) {
+            ring.wait_until_full();  // then the tile's slot has been written
+            epilogue.look_ahead(scheduler.strip_at(position, strip));
+            multiply(acc, ring, strip, steps, epilogue.block_scales(scheduler.strip_at(position, strip)), p);
+            tile = scheduler.strip_at(position, strip);
+            look_at(position + 1);
+        } else {
+            multiply<Producer>(acc, ring, strip, steps, [&](int left) {
+                parts.run(left);
+                if (left == (Epilogue::LOOKS_AHEAD ? steps : 1)) {  // no sooner than needed: a tile takes registers
+                    if constexpr (!VARLEN_K) tile = scheduler.strip_at(position, strip);
+                    epilogue.look_ahead(tile);
+                }
+                if (left == 1) look_at(position + 1);
+            });
+        }
         if constexpr (VARLEN_K) {
             if (scheduler.is_partial(tile)) {
                 MARK(BEGIN, STORE);

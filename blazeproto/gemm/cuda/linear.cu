@@ -48,15 +48,14 @@ struct LinearEpilogue : PlainEpilogue<Scheduler> {
         }
     }
 
-#if FP8
-    DEVICE BlockScales block_scales(const RowTile& tile) const {
-        const int block = tile.column / BLOCK;
-        BlockScales scales(tile.expert, (p.reduction + BK - 1) / BK, (p.bias_stride + BLOCK - 1) / BLOCK, block,
-                           min(block + 1, (p.columns - 1) / BLOCK));
+    template <class Of = Element>
+    DEVICE typename Of::Scales block_scales(const RowTile& tile) const {
+        const int block = tile.column / Of::BLOCK;
+        typename Of::Scales scales(tile.expert, (p.reduction + BK - 1) / BK, (p.bias_stride + Of::BLOCK - 1) / Of::BLOCK, block,
+                                   min(block + 1, (p.columns - 1) / Of::BLOCK));
         scales.set_rows(tile.row + strip_row(0), tile.row_end - 1);
         return scales;
     }
-#endif
 
     DEVICE bool ready(int) const { return pipeline.empty(); }
 
@@ -111,11 +110,7 @@ struct LinearEpilogue : PlainEpilogue<Scheduler> {
             const int row = tile.row + strip_row(h);
             if (row >= tile.row_end) continue;
             const int pair = __ldg(p.pairs.pair_indices + row);
-#if FUSED_COMBINE == 2
-            const float score = 1.0f;
-#else
-            const float score = __ldg(p.scores + pair);
-#endif
+            const float score = FUSED_COMBINE == 2 ? 1.0f : __ldg(p.scores + pair);
             float* token = p.reduction_out + int64_t(p.pairs.token(pair)) * p.columns;
 #pragma unroll
             for (int j = 0; j < BN / 8; ++j) {

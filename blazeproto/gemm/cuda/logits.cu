@@ -40,8 +40,7 @@ struct LogitsScheduler {
     DEVICE int stages() const { return (p.reduction + BK - 1) / BK; }
     DEVICE int segments() const { return (stages() + SEGMENT - 1) / SEGMENT; }
     DEVICE int tiles() const {
-        const int all = (p.rows + BM - 1) / BM * ((p.columns + COLUMNS - 1) / COLUMNS);
-        return (all - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x);
+        return tiles_of_this_cta((p.rows + BM - 1) / BM * ((p.columns + COLUMNS - 1) / COLUMNS));
     }
 
     // What `consume` asks for: segments, one after the other.

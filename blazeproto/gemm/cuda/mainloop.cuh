@@ -31,6 +31,9 @@
 #include "timeline.cuh"
 #include "wgmma.cuh"
 
+// A type of operands: whether blocks of them share scales. E4m3 (fp8.cuh): also a block's width, and the scales of a tile.
+struct Bf16 { static constexpr bool SCALED = false; };
+
 constexpr int STRIP = WGMMA_M;
 constexpr int CONSUMERS = BM / STRIP;
 constexpr int WARPGROUP_WARPS = WARPGROUP / 32;
@@ -83,6 +86,9 @@ DEVICE int consumer_index() { return int(thread_index()) / WARPGROUP - 1; }  // 
 // `value`, which is the same in all lanes of a warp. The compiler learns that it is, and keeps it, and what follows from it, in
 // uniform registers. It believes a reduction everywhere, a shuffle only where control flow is uniform anyway.
 DEVICE int uniform(int value) { return __reduce_max_sync(~0u, value); }
+
+// Tiles of this CTA, of `all` that the grid takes round robin.
+DEVICE int tiles_of_this_cta(int all) { return (all - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x); }
 
 // ---- the ring --------------------------------------------------------------------------------------------------------
 // The position of a producer or consumer in the ring. It is one number, because a consumer has few registers left beside 128

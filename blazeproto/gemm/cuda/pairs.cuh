@@ -16,32 +16,26 @@
 #include "tiles.cuh"
 
 DEVICE void tma_load_3d_multicast(uint32_t dst, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2, uint16_t ctas) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
-        "{%3, %4, %5}], [%2], %6;" ::"r"(dst),
-        "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(ctas)
-        : "memory");
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%3, %4, %5}], [%2], %6;"
+                 ::"r"(dst), "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(ctas)
+                 : "memory");
 }
 
 DEVICE void tma_load_4d_multicast(uint32_t dst, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3,
                                   uint16_t ctas) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
-        "{%3, %4, %5, %6}], [%2], %7;" ::"r"(dst),
-        "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(ctas)
-        : "memory");
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
+                 ::"r"(dst), "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(ctas)
+                 : "memory");
 }
 
 // `count` arrivals at the same barrier of CTA `rank`; like mbarrier_arrive_cluster_if it publishes no write.
 DEVICE void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank, uint32_t count) {
     maybe_delay();
-    asm volatile(
-        "{\n"
-        ".reg .b32 remote;\n"
-        "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [remote], %2;\n"
-        "}\n" ::"r"(barrier), "r"(rank), "r"(count)
-        : "memory");
+    asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [remote], %2;\n}\n"
+                 ::"r"(barrier), "r"(rank), "r"(count) : "memory");
 }
 
 // One half of the B part of a stage: to every CTA of the cluster, or to this one alone.

@@ -65,13 +65,8 @@ DEVICE void mbarrier_arrive(uint32_t barrier, int arrivals = 1) {
 // Only threads whose `wanted` is true arrive. A predicate decides, not a branch: divergence would cost more than the arrival.
 DEVICE void mbarrier_arrive_if(bool wanted, uint32_t barrier) {
     maybe_delay();
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %1, 0;\n"
-        "@p mbarrier.arrive.shared::cta.b64 _, [%0];\n"
-        "}\n" ::"r"(barrier), "r"(int(wanted))
-        : "memory");
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}\n"
+                 ::"r"(barrier), "r"(int(wanted)) : "memory");
 }
 
 DEVICE void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
@@ -82,43 +77,23 @@ DEVICE void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
 // would cost a GPU-wide memory barrier a stage: the arrival says that wgmma has read a stage, and so publishes no write.
 DEVICE void mbarrier_arrive_cluster_if(bool wanted, uint32_t barrier, uint32_t rank) {
     maybe_delay();
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        ".reg .b32 remote;\n"
-        "setp.ne.b32 p, %2, 0;\n"
-        "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "@p mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
-        "}\n" ::"r"(barrier), "r"(rank), "r"(int(wanted))
-        : "memory");
+    asm volatile("{\n.reg .pred p;\n.reg .b32 remote;\nsetp.ne.b32 p, %2, 0;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+                 "@p mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n"
+                 ::"r"(barrier), "r"(rank), "r"(int(wanted)) : "memory");
 }
 
 DEVICE bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
     uint32_t done;
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.b32 %0, 1, 0, p;\n"
-        "}\n"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}\n"
+                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
     return done;
 }
 
 // Whether the phase is over. Does not wait.
 DEVICE bool mbarrier_test_wait(uint32_t barrier, uint32_t parity) {
     uint32_t done;
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.b32 %0, 1, 0, p;\n"
-        "}\n"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
+    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}\n"
+                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
     return done;
 }
 
@@ -154,50 +129,36 @@ DEVICE void setmaxnreg_dec() {
 
 // ---- TMA: tensor tiles between global and shared memory ---------------------------------------------------------
 DEVICE void tma_load_2d(uint32_t dst, const TensorMap* map, uint32_t barrier, int c0, int c1) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-            dst),
-        "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1)
-        : "memory");
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
+                 ::"r"(dst), "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1) : "memory");
 }
 
 DEVICE void tma_load_3d(uint32_t dst, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
-        "[%2];" ::"r"(dst),
-        "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
-        : "memory");
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
+                 ::"r"(dst), "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1), "r"(c2) : "memory");
 }
 
 DEVICE void tma_load_4d(uint32_t dst, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
-        "[%2];" ::"r"(dst),
-        "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-        : "memory");
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4, %5, %6}], [%2];"
+                 ::"r"(dst), "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
 }
 
 // Writes the same offset of, and completes on the same barrier in, every CTA of `ctas` (a bit mask).
 DEVICE void tma_load_2d_multicast(uint32_t dst, const TensorMap* map, uint32_t barrier, int c0, int c1, uint16_t ctas) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
-        "{%3, %4}], [%2], %5;" ::"r"(dst),
-        "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1), "h"(ctas)
-        : "memory");
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%3, %4}], [%2], %5;"
+                 ::"r"(dst), "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1), "h"(ctas) : "memory");
 }
 
 DEVICE void tma_store_2d(const TensorMap* map, uint32_t src, int c0, int c1) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(
-                     reinterpret_cast<uint64_t>(map)),
-                 "r"(src), "r"(c0), "r"(c1)
-                 : "memory");
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];"
+                 ::"l"(reinterpret_cast<uint64_t>(map)), "r"(src), "r"(c0), "r"(c1) : "memory");
 }
 
 DEVICE void tma_store_3d(const TensorMap* map, uint32_t src, int c0, int c1, int c2) {
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(
-                     reinterpret_cast<uint64_t>(map)),
-                 "r"(src), "r"(c0), "r"(c1), "r"(c2)
-                 : "memory");
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];"
+                 ::"l"(reinterpret_cast<uint64_t>(map)), "r"(src), "r"(c0), "r"(c1), "r"(c2) : "memory");
 }
 
 DEVICE void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
@@ -218,9 +179,8 @@ DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" 
 
 // ---- cp.async: 16 bytes a thread. Where `wanted` is false it writes zeros and does not read `src` ------------------
 DEVICE void cp_async_16(uint32_t dst, const void* src, bool wanted) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst),
-                 "l"(__cvta_generic_to_global(src)), "r"(wanted ? 16 : 0)
-                 : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+                 ::"r"(dst), "l"(__cvta_generic_to_global(src)), "r"(wanted ? 16 : 0) : "memory");
 }
 
 // The barrier gets an arrival once all earlier cp.async of this thread have landed; the thread does not wait for that. The
@@ -234,21 +194,17 @@ DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"
 // ---- matrix fragments between registers and shared memory -------------------------------------------------------
 DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t src) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(src)
-                 : "memory");
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(src) : "memory");
 }
 
 DEVICE void stmatrix_x4(uint32_t dst, const uint32_t* r) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(r[0]), "r"(r[1]),
-                 "r"(r[2]), "r"(r[3])
-                 : "memory");
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 ::"r"(dst), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
 
 DEVICE void stmatrix_x4_trans(uint32_t dst, const uint32_t* r) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(r[0]),
-                 "r"(r[1]), "r"(r[2]), "r"(r[3])
-                 : "memory");
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                 ::"r"(dst), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
 
 DEVICE uint4 load_shared_16(uint32_t src) {
@@ -276,6 +232,20 @@ DEVICE uint32_t pack_bf16(float low, float high) {
 
 DEVICE float bf16_low(uint32_t packed) { return __uint_as_float(packed << 16); }
 DEVICE float bf16_high(uint32_t packed) { return __uint_as_float(packed & 0xFFFF0000u); }
+
+// A chunk, of CHUNK numbers.
+DEVICE uint4 pack_chunk(const float* x) {
+    return make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
+}
+
+DEVICE void unpack(float* x, uint4 packed) {
+    const uint32_t two_columns[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        x[2 * i] = bf16_low(two_columns[i]);
+        x[2 * i + 1] = bf16_high(two_columns[i]);
+    }
+}
 
 // Loads, and below special functions, that are volatile so that the compiler leaves them where they are written. If it
 // moved many to one place, their results would take many registers at once; if it moved a load to its use, the thread would
@@ -321,6 +291,5 @@ DEVICE void reduce_add_f32(float* address, float value) {
 }
 
 DEVICE void reduce_add_f32x2(float* address, float a, float b) {
-    asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(address)), "f"(a), "f"(b)
-                 : "memory");
+    asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(address)), "f"(a), "f"(b) : "memory");
 }

@@ -29,15 +29,6 @@ DEVICE int expert_of(int row, const int* offsets, int num_experts) {
     return low;
 }
 
-DEVICE void unpack(float (&x)[CHUNK], uint4 packed) {
-    const uint32_t two_columns[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        x[2 * i] = bf16_low(two_columns[i]);
-        x[2 * i + 1] = bf16_high(two_columns[i]);
-    }
-}
-
 DEVICE uint4 load_chunk(const bf16* address) { return __ldg(reinterpret_cast<const uint4*>(address)); }
 
 // ---- reduce_scores_grad: a thread a pair ------------------------------------------------------------------------

@@ -4,12 +4,9 @@
 // suit a row that is read once, was measured to cost 4 to 10 %.)
 DEVICE uint4 load_chunk(const bf16* address, bool wanted) {
     uint4 v;
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
-        "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
-        "@p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
-        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-        : "l"(__cvta_generic_to_global(address)), "r"(int(wanted)));
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+                 "@p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(__cvta_generic_to_global(address)), "r"(int(wanted)));
     return v;
 }
 
@@ -20,9 +17,4 @@ DEVICE void add(float (&sum)[CHUNK], uint4 y, float weight) {
         sum[2 * i] += weight * bf16_low(two_columns[i]);
         sum[2 * i + 1] += weight * bf16_high(two_columns[i]);
     }
-}
-
-DEVICE uint4 round(const float (&sum)[CHUNK]) {
-    return make_uint4(pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]), pack_bf16(sum[4], sum[5]),
-                      pack_bf16(sum[6], sum[7]));
 }

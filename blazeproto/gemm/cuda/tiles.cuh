@@ -93,7 +93,7 @@ struct TileScheduler {
 #else
         sum_before_experts(p.experts, [=](int e) { return (offsets[e + 1] - offsets[e] + BM - 1) / BM; });
 #endif
-        if (threadIdx.x == 0) count() = tiles_of_this_cta();
+        if (threadIdx.x == 0) count() = own_tiles();
         __syncthreads();
         if constexpr (TICKETS) {
             if (threadIdx.x == 0) slots()[0] = find_or_end(blockIdx.x);
@@ -156,16 +156,14 @@ struct TileScheduler {
 #if CLUSTER > 1
     DEVICE int tiles() const { return before_expert()[p.experts] * CLUSTER; }
 
-    DEVICE int tiles_of_this_cta() const {
+    DEVICE int own_tiles() const {
         const int clusters = gridDim.x / CLUSTER;
         return (before_expert()[p.experts] - int(blockIdx.x) / CLUSTER + clusters - 1) / clusters;
     }
 #else
     DEVICE int tiles() const { return before_expert()[p.experts] * column_blocks(); }
 
-    DEVICE int tiles_of_this_cta() const {
-        return (tiles() - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x);
-    }
+    DEVICE int own_tiles() const { return tiles_of_this_cta(tiles()); }
 #endif
 
     // The first tile of a CTA needs no ticket, and its last ticket is for no tile. So as many are taken as there are tiles,

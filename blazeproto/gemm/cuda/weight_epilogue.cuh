@@ -14,16 +14,6 @@ struct WeightEpilogue : PlainEpilogue<WeightScheduler> {
 
     DEVICE explicit WeightEpilogue(const WeightParams& params) : p(params) {}
 
-#if FP8
-    DEVICE BlockScales block_scales(const WeightTile& of) const {
-        const int j = of.j / BLOCK, last = (p.ordered_width - 1) / BLOCK;
-        BlockScales scales(0, p.blocks, 0, j, min(j + 1, last));
-        scales.weights += of.block;
-        scales.rows = of.i / BLOCK * p.blocks + of.block;
-        return scales;
-    }
-#endif
-
     DEVICE void hold(const float (&acc)[BN / 2], const WeightTile& of, const Ring&) {
         tile = of;
         if constexpr (OUT_F32) {
@@ -42,12 +32,7 @@ struct WeightEpilogue : PlainEpilogue<WeightScheduler> {
         if (i >= p.gathered_width || j >= p.ordered_width) return skip_slab();
         if constexpr (PARTS == 1) skip_slab();  // the slabs don't alternate: the last tile's has been read
         const uint32_t slab = slab_of_part(INDEX);
-#pragma unroll
-        for (int quarter = 0; quarter < 4; ++quarter) {
-            const uint32_t* quad = out + INDEX * PAIRS_IN_SLAB + quarter * 4;
-            if (TRANSPOSED) stmatrix_x4_trans(slab_address_transposed(slab, quarter), quad);
-            else stmatrix_x4(slab_address(slab, quarter), quad);
-        }
+        write_slab<TRANSPOSED>(slab, out + INDEX * PAIRS_IN_SLAB);
         MARK(BEGIN, STORE);
         store_slab([&] { tma_store_3d(&p.out, slab, TRANSPOSED ? i : j, TRANSPOSED ? j : i, tile.expert); });
         MARK(END, STORE);

@@ -38,7 +38,7 @@ struct WeightScheduler {
 
     DEVICE explicit WeightScheduler(const WeightParams& params) : p(params) { __syncthreads(); }
 
-    DEVICE int count() const { return (p.experts * i_blocks() * j_blocks() - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x); }
+    DEVICE int count() const { return tiles_of_this_cta(p.experts * i_blocks() * j_blocks()); }
     DEVICE bool has(int position) const { return position < count(); }
 
     DEVICE WeightTile at(int position) const {
@@ -88,6 +88,18 @@ struct WeightProducer {
 
 #include "weight_epilogue.cuh"
 
+struct ScaledWeightEpilogue : WeightEpilogue {
+    using WeightEpilogue::WeightEpilogue;
+
+    DEVICE BlockScales block_scales(const WeightTile& of) const {
+        const int j = of.j / BLOCK, last = (p.ordered_width - 1) / BLOCK;
+        BlockScales scales(0, p.blocks, 0, j, min(j + 1, last));
+        scales.weights += of.block;
+        scales.rows = of.i / BLOCK * p.blocks + of.block;
+        return scales;
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(PTXAS_THREADS, 1) weight_gradient_fp8(const __grid_constant__ WeightParams p) {
-    run<WeightScheduler, WeightProducer, WeightEpilogue>(p);
+    run<WeightScheduler, WeightProducer, ScaledWeightEpilogue>(p);
 }

@@ -39,12 +39,7 @@ struct Output {
     }
 };
 
-DEVICE void add(float4& sum, const float4& value) {
-    sum.x += value.x;
-    sum.y += value.y;
-    sum.z += value.z;
-    sum.w += value.w;
-}
+DEVICE void add(float4& sum, const float4& v) { sum = make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w); }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 weight_sum(const int2* unfinished, const float4* partials, void* out, int64_t units, int64_t cluster, int64_t gathered_width,
