@@ -264,10 +264,10 @@ CEILINGS = {
     "blazeproto/blocksparse/**/*.py": 605,
     "blazeproto/distributed/**/*.py": 503,
     "blazeproto/integrations/**/*.py": 320,
-    "blazeproto/lab/**/*.py": 3048,
+    "blazeproto/lab/**/*.py": 3102,
     "ptxsim/*.py": 2900,
     "scripts/**/*.py": 10359,
-    "tests/**/*.py ptxsim/tests/**/*.py": 26834,
+    "tests/**/*.py ptxsim/tests/**/*.py": 26836,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 4796,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -112,10 +111,17 @@ def operands(case: BlockCase, name: str) -> tuple[Tensor, ...]:
     return tuple(array.T.contiguous() if transposed else array for array, transposed in given)
 
 
+def calls(case: BlockCase) -> dict[str, tuple[Any, tuple[Tensor, ...], dict[str, bool]]]:
+    """Function, arrays and options by the products' names."""
+    return {
+        name: (getattr(gemm, function), operands(case, name), options) for name, (function, _, options) in CALLS.items()
+    }
+
+
 def run_kernels(case: BlockCase) -> dict[str, Tensor]:
     """Results by the products' names, in memory poisoned with NaN."""
     made = {}
-    for name, (function, _, options) in CALLS.items():
-        product = partial(getattr(gemm, function), *operands(case, name), case.topology, **options)
-        made[name] = product(out=torch.full_like(product(), math.nan))
+    for name, (function, arrays, options) in calls(case).items():
+        out = torch.full_like(function(*arrays, case.topology, **options), math.nan)
+        made[name] = function(*arrays, case.topology, **options, out=out)
     return made

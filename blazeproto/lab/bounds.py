@@ -25,7 +25,7 @@ from torch import Tensor
 
 from blazeproto.activations import activate, activate_backward, activation_named, gate_and_up, mathematics, side_by_side
 from blazeproto.lab.calls import CALLS, Case
-from blazeproto.lab.oracle import EXACT, Formulas
+from blazeproto.lab.oracle import EXACT
 
 ROUNDING = 1.02 * 2.0**-8  # of a bf16 number, and a little for the fp32 operations before
 STEP, FP32_STEP = 2.0**-22, 2.0**-23  # of an addition of wgmma, and of one that rounds to nearest
@@ -92,7 +92,7 @@ class Bounds:
     """`blazeproto.gemm.formulas.Namespace` of `Near` numbers: each operation adds what the kernels may be wrong by."""
 
     def __init__(self, case: Case) -> None:
-        self.case, self.m = case, Formulas(EXACT, case)
+        self.case, self.m = case, EXACT.over(case)
         self.sum_error = quantized_sum_error if case.quantized else sum_error
         self.counts = case.dispatch.expert_token_offsets.diff().double()
         self.of_token = len(case.scores) // max(1, len(case.x)) + 4  # additions

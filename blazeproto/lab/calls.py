@@ -10,17 +10,17 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from blazeproto.activations import activation_named
 from blazeproto.dispatch import Dispatch
-from blazeproto.gemm import PRODUCTS, Sizes, TileConfig
+from blazeproto.gemm import PRODUCTS, Kernel, Sizes, TileConfig
 from blazeproto.gemm.arguments import LOW, Array
 from blazeproto.gemm.e4m3 import Quantized, from_e4m3, scales_shape, to_e4m3
-from blazeproto.gemm.product import Product
+from blazeproto.gemm.product import Build, Product
 from blazeproto.gemm.tiles import BF16, E4M3, TILES, Element
 
 SIMPLE_TILE = (128, 256)  # lines and columns that a mismatch map puts together where a kernel has no tiles
@@ -214,7 +214,10 @@ class Call:
         self, case: Case, given: Mapping[str, Tensor], out: Mapping[str, Tensor], config: TileConfig | None = None
     ) -> dict[str, Any]:
         """Those of the product's function.  out: the outputs and the workspace, by the names of `outputs`."""
-        written: dict[str, Any] = {array.name: self._output(case, name, out) for name, array in self.made.items()}
+        written: dict[str, Any] = {array.name: out[name] for name, array in self.made.items()}
+        for name, array in self.made.items():
+            if self.is_quantized(case, array):
+                written[array.name] = Quantized(out[name], out[f"{name}'s scales"])
         if "workspace" in out:
             written["workspace"] = out["workspace"]
         return self.takes(self.entry.run, case, given, config=config, **written)
@@ -224,14 +227,10 @@ class Call:
 
     def numbers(self, case: Case, name: str, out: Mapping[str, Tensor]) -> Tensor:
         """An output's numbers, fp32 of a quantized one."""
-        value = self._output(case, name, out)
-        return value if isinstance(value, Tensor) else from_e4m3(torch, value, self.made[name].scale)
-
-    def _output(self, case: Case, name: str, out: Mapping[str, Tensor]) -> Tensor | Quantized:
-        """As the product takes it."""
-        if self.is_quantized(case, self.made[name]):
-            return Quantized(out[name], out[f"{name}'s scales"])
-        return out[name]
+        array = self.made[name]
+        if not self.is_quantized(case, array):
+            return out[name]
+        return from_e4m3(torch, Quantized(out[name], out[f"{name}'s scales"]), array.scale)  # type: ignore[no-any-return]
 
     def run(
         self, case: Case, given: Mapping[str, Tensor], out: Mapping[str, Tensor], config: TileConfig | None = None
@@ -290,6 +289,23 @@ ROW_OUTPUTS = {name for call in LAYER for name, array in call.made.items() if ar
 def calls_of(case: Case) -> list[Call]:
     """Those of a layer with the case's biases."""
     return [call for call in LAYER if not call.needs or getattr(case, call.needs) is not None]
+
+
+class Setting(NamedTuple):
+    """A product, and what decides its kernel."""
+
+    product: str
+    sizes: Sizes
+    activation: str
+    config: TileConfig | None
+    element: Element = BF16
+
+    def kernels(self, build: Build) -> list[Kernel]:
+        """Those that a call launches, the main one first."""
+        entry = PRODUCTS[self.product]
+        tiles = self.config or entry.tiles_of(self.sizes, self.element)
+        variant = entry.variant._replace(activation=self.activation, element=self.element)
+        return entry.launches(self.sizes, tiles, variant, build)
 
 
 def everything_read(case: Case, given: dict[str, Tensor]) -> dict[str, Tensor | None]:

@@ -7,7 +7,7 @@ explain(layer, x).rows[0].bytes_read
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ from blazeproto.router import Router
 from blazeproto.router.choices import Hash
 from blazeproto.runtime import checks
 
-# isort: split
-from rich.console import RenderableType  # behind lab.tables, which says how to install rich
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,9 @@ class Explanation(Drawn):
 
     def __rich__(self) -> RenderableType:
         return self.view().__rich__()
+
+    def __repr__(self) -> str:
+        return self.text()
 
 
 @torch.no_grad()

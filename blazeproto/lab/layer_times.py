@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import statistics
 import sys
+import timeit
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +14,11 @@ import torch
 from blazeproto.autograd.backends import missing_for_hopper
 from blazeproto.gemm import Sizes
 from blazeproto.lab.explanation import explain
+from blazeproto.lab.step_times import cold_ms
 from blazeproto.lab.tables import Table, View, in_bytes, in_ms
-from blazeproto.lab.times import FEW_ROUNDS, cold_ms, wall_ms
 from blazeproto.layer import MoE
+
+ROUNDS = 10
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class LayerTimes:
         return View(f"MoE: {sizes}", facts, [Table(columns, rows, left=[""])])
 
 
-def layer_times(sizes: Sizes, rounds: int = FEW_ROUNDS) -> LayerTimes:
+def layer_times(sizes: Sizes, rounds: int = ROUNDS) -> LayerTimes:
     """A `MoE` of these ``sizes``, SwiGLU and the top-k router with its auxiliary loss, on the best backend of this machine.
 
     On a GPU in bf16, each call alone with a cold L2 cache, by CUDA events: an eager layer below a millisecond waits for the
@@ -108,3 +113,8 @@ def memory_of(device: torch.device) -> int:
     if not hasattr(os, "sysconf"):
         return sys.maxsize
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def wall_ms(call: Callable[[], object], rounds: int = ROUNDS) -> float:
+    """Median milliseconds of one call by the host's clock, which is right on a CPU alone."""
+    return 1e3 * statistics.median(timeit.repeat(call, number=1, repeat=3 + rounds)[3:])

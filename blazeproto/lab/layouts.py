@@ -10,6 +10,7 @@ fragments of wgmma.mma_async m64nNk16), as gemm/cuda/wgmma.cuh has them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product as every
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from blazeproto.gemm.registry import kernel_for
 from blazeproto.gemm.tiles import BF16, BK, BM, CHUNK, WARPGROUP, TileConfig
 from blazeproto.lab.svg import Picture, blank
 from blazeproto.runtime import checks
+from blazeproto.runtime.optional import need
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,54 +37,8 @@ COLOURS = ("#f4cccc", "#fce5cd", "#fff2cc", "#d9ead3", "#d0e0e3", "#cfe2f3", "#d
 CELL_WIDTH, CELL_HEIGHT = 74, 22  # of the drawings, SVG units
 
 
-class _Cells(Picture):
-    """Rows of eight cells under a heading, as text and drawn. Here: 16-byte places of a stage's rows.
-
-    _corner: of the text, above the rows' names.  _unit, _step: of the columns' names.  _shown: rows.
-    _width: of a cell, in characters.
-    """
-
-    _corner, _unit, _step = "byte of a row", "byte", CHUNK_BYTES
-    _shown, _width = PATTERN, 10
-
-    def _heading(self) -> list[str]:
-        raise NotImplementedError
-
-    def _cell(self, row: int, column: int) -> str:
-        """What lies there."""
-        raise NotImplementedError
-
-    def _colour(self, row: int, column: int) -> int:
-        """Which of COLOURS: one for each chunk."""
-        return column ^ row
-
-    def __repr__(self) -> str:
-        places = "".join(f"{column * self._step:>{self._width}}" for column in range(CHUNKS))
-        lines = [*self._heading(), "", self._corner + places]
-        for row in range(self._shown):
-            cells = "".join(f"{self._cell(row, column):>{self._width}}" for column in range(CHUNKS))
-            lines.append(f"{f'row {row}':{len(self._corner)}}{cells}")
-        return "\n".join(lines)
-
-    def figure(self) -> Figure:
-        """The first rows, in colours."""
-        title = "\n".join(self._heading())
-        figure, ax = blank(CELL_WIDTH * (CHUNKS + 1), CELL_HEIGHT * (self._shown + 4), title)
-        from matplotlib.colors import ListedColormap  # once `blank` has said how to install it
-
-        shades = [[self._colour(y, x) % len(COLOURS) for x in range(CHUNKS)] for y in range(self._shown)]
-        colours = ListedColormap(COLOURS)
-        ax.pcolormesh(shades, cmap=colours, vmin=0, vmax=len(COLOURS), edgecolors="white", linewidth=2)
-        for y, x in every(range(self._shown), range(CHUNKS)):
-            ax.text(x + 0.5, y + 0.5, self._cell(y, x), ha="center", va="center", size=8, family="monospace")
-        ax.xaxis.tick_top()
-        ax.set_xticks([x + 0.5 for x in range(CHUNKS)], [f"{self._unit} {x * self._step}" for x in range(CHUNKS)])
-        ax.set_yticks([y + 0.5 for y in range(self._shown)], [f"row {y}" for y in range(self._shown)])
-        return figure
-
-
 @dataclass(frozen=True, repr=False)
-class StageLayout(_Cells):
+class StageLayout(Picture):
     """An operand's part of a stage: rows of 128 bytes, whose 16-byte chunks change places (128-byte swizzle).
 
     operand: "a" or "b".  length: its rows (a) or columns (b) of a tile.  k: elements of the reduction in a stage.
@@ -146,12 +102,29 @@ class StageLayout(_Cells):
         unit = ("m" if self.operand == "a" else "n") if self.mn_major else "k"
         return f"{unit} {chunk * CHUNK}..{chunk * CHUNK + CHUNK - 1}"
 
+    def __repr__(self) -> str:
+        places = "".join(f"{place * CHUNK_BYTES:>10}" for place in range(CHUNKS))
+        lines = [*self._heading(), "", f"byte of a row{places}"]
+        for row in range(PATTERN):
+            cells = "".join(f"{self._cell(row, place):>10}" for place in range(CHUNKS))
+            lines += [f"row {row:<9}{cells}"]
+        return "\n".join(lines)
+
+    def figure(self) -> Figure:
+        """The first eight rows: where each chunk lies, a colour for each."""
+        return _grid(
+            self._heading(),
+            [f"row {row}" for row in range(PATTERN)],
+            [f"byte {place * CHUNK_BYTES}" for place in range(CHUNKS)],
+            self._cell,
+            lambda row, place: place ^ row,
+        )
+
 
 @dataclass(frozen=True, repr=False)
-class StageContents(_Cells):
+class StageContents(Picture):
     """What an operand's part of a stage holds, bf16. data: its bytes, as they lie.  written: which of them somebody wrote."""
 
-    _width = 14
     layout: StageLayout
     data: np.ndarray
     written: np.ndarray
@@ -183,6 +156,23 @@ class StageContents(_Cells):
         where = self.layout._cell(row, place).partition("..")[0]
         return f"{where}: {'-' if np.isnan(value) else f'{value:.2g}'}"
 
+    def __repr__(self) -> str:
+        places = "".join(f"{place * CHUNK_BYTES:>14}" for place in range(CHUNKS))
+        lines = [*self._heading(), "", f"byte of a row{places}"]
+        for row in range(PATTERN):
+            lines += [f"row {row:<9}" + "".join(f"{self._cell(row, place):>14}" for place in range(CHUNKS))]
+        return "\n".join(lines)
+
+    def figure(self) -> Figure:
+        """The first eight rows: what lies where, a colour for each chunk."""
+        return _grid(
+            self._heading(),
+            [f"row {row}" for row in range(PATTERN)],
+            [f"byte {place * CHUNK_BYTES}" for place in range(CHUNKS)],
+            self._cell,
+            lambda row, place: place ^ row,
+        )
+
 
 def swizzle(product: str = "up_forward", operand: str = "a", *, config: TileConfig | None = None) -> StageLayout:
     """The layout of an operand in a stage of a product's ring.
@@ -199,13 +189,11 @@ def swizzle(product: str = "up_forward", operand: str = "a", *, config: TileConf
 
 
 @dataclass(frozen=True, repr=False)
-class Fragment(_Cells):
+class Fragment(Picture):
     """Who holds which accumulator of a strip, 64 rows by ``columns``, after ``wgmma.m64nNk16``: one warpgroup, columns / 2 fp32
     registers a thread. Rows and columns are the strip's.
     """
 
-    _corner, _unit, _step = "column  ", "column", 1
-    _shown, _width = 16, 9
     product: str
     columns: int
 
@@ -235,9 +223,21 @@ class Fragment(_Cells):
         thread, register = self.holder(row, column)
         return f"t{thread}:d{register}"
 
-    def _colour(self, row: int, column: int) -> int:
-        """One for each four lanes."""
-        return self.holder(row, column)[0] // 4
+    def __repr__(self) -> str:
+        columns = range(8)
+        lines = [*self._heading(), "", "column  " + "".join(f"{column:>9}" for column in columns)]
+        lines += [f"row {row:<4}" + "".join(f"{self._cell(row, column):>9}" for column in columns) for row in range(16)]
+        return "\n".join(lines)
+
+    def figure(self) -> Figure:
+        """The first warp's 16 rows by 8 columns, a colour for each group of four lanes."""
+        return _grid(
+            self._heading(),
+            [f"row {row}" for row in range(16)],
+            [f"column {column}" for column in range(8)],
+            self._cell,
+            lambda row, column: self.holder(row, column)[0] // 4,
+        )
 
 
 def fragment(product: str = "up_forward", *, config: TileConfig | None = None) -> Fragment:
@@ -254,3 +254,28 @@ def _within(**named: tuple[int, int]) -> None:
     for name, (value, count) in named.items():
         if not 0 <= checks.integer(name, value) < count:
             raise ValueError(f"{name}: expected 0 to {count - 1}, got {value}")
+
+
+def _grid(
+    heading: list[str],
+    rows: list[str],
+    columns: list[str],
+    cell: Callable[[int, int], str],
+    colour: Callable[[int, int], int],
+) -> Figure:
+    """A table of coloured cells. colour: which of COLOURS."""
+    need("matplotlib")
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+
+    ax = blank(CELL_WIDTH * (len(columns) + 1), CELL_HEIGHT * (len(rows) + 4), "\n".join(heading))
+    shades = [[colour(y, x) % len(COLOURS) for x in range(len(columns))] for y in range(len(rows))]
+    ax.pcolormesh(shades, cmap=ListedColormap(COLOURS), vmin=0, vmax=len(COLOURS), edgecolors="white", linewidth=2)
+    for y, x in every(range(len(rows)), range(len(columns))):
+        ax.text(x + 0.5, y + 0.5, cell(y, x), ha="center", va="center", size=8, family="monospace")
+    ax.xaxis.tick_top()
+    ax.set_xticks([x + 0.5 for x in range(len(columns))], columns)
+    ax.set_yticks([y + 0.5 for y in range(len(rows))], rows)
+    made = ax.figure
+    assert isinstance(made, Figure)
+    return made

@@ -135,6 +135,10 @@ class Arithmetic:
     dtype: torch.dtype  # of sums
     rounds: bool  # results to bf16
 
+    def over(self, case: Case) -> Formulas:
+        """The operations of the products' formulas on the case's rows."""
+        return Formulas(self, case)
+
 
 class Formulas:
     """`blazeproto.gemm.formulas.Namespace` in torch. Rows are those in use; sums are in the arithmetic's dtype."""
@@ -233,7 +237,7 @@ YARDSTICK = Arithmetic(torch.float32, rounds=True)
 
 def evaluate(arithmetic: Arithmetic, case: Case, given: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Every output of forward and backward (`lab.calls.LAYER`). Row outputs hold the rows in use only."""
-    m, result, exact_sums = Formulas(arithmetic, case), dict[str, Tensor](), dict[str, Any]()
+    m, result, exact_sums = arithmetic.over(case), dict[str, Tensor](), dict[str, Any]()
     inputs = result if given is None else {name: case.in_use(name, value) for name, value in given.items()}
     for call in calls_of(case):
         if not call.f32:  # another output of the same sums

@@ -19,17 +19,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from blazeproto.gemm.compile import Kernel
-from blazeproto.lab.edit import line_of, refuse_changed
-from blazeproto.lab.tables import Drawn  # says how to install rich
-from blazeproto.runtime import checks
+from blazeproto.lab.edit import refuse_changed
+from blazeproto.lab.tables import Drawn
 
-# isort: split
-from rich.columns import Columns
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.text import Text
 
 _Frames = tuple[tuple[str, int], ...]  # a line by path and number, then those that it was inlined at
 # Instructions by their first word, as "CUDA Binary Utilities" lists Hopper's; colours are legible on white and on black.
@@ -134,8 +132,13 @@ class MachineCode(Drawn):
         return f"MachineCode({self._title()})"
 
     def __rich__(self) -> Group:
+        from rich.columns import Columns
+        from rich.console import Group
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
         legend = Columns(Text(f"■ {kind} {count:,}", _colour(kind)) for kind, count in self.kinds.items())
-        table = Table(box=None, show_header=False, expand=True, padding=(0, 2, 0, 0), pad_edge=False)
+        table = RichTable(box=None, show_header=False, expand=True, padding=(0, 2, 0, 0), pad_edge=False)
         table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
         table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
         for group in self.groups:
@@ -143,6 +146,8 @@ class MachineCode(Drawn):
         return Group(Text(self._title(), style="bold"), legend, table)
 
     def _source(self, group: InlinedCode) -> Iterator[Text]:
+        from rich.text import Text
+
         if group.line is None:
             yield Text("no source line", style="dim")
             return
@@ -151,6 +156,8 @@ class MachineCode(Drawn):
             yield Text("  in " + " < ".join(map(str, group.calls)), style="dim")
 
     def _listing(self, group: InlinedCode) -> Iterator[Text]:
+        from rich.text import Text
+
         for instruction in group.instructions:
             if instruction.label:
                 yield Text(f"{instruction.label}:", style="dim")
@@ -171,7 +178,8 @@ def machine_code(kernel: Kernel, lines: str | None = None) -> MachineCode:
     TypeError for what is no kernel or no text. ValueError for a kernel whose files have changed since it was compiled, or without
     line information, for what is no regular expression, and for one that no line has. FileNotFoundError without nvdisasm.
     """
-    checks.instance("kernel", kernel, Kernel)
+    if not isinstance(kernel, Kernel):
+        raise TypeError(f"kernel: expected a Kernel, got {type(kernel).__name__}")
     refuse_changed(kernel)
     if not (lines is None or isinstance(lines, str)):
         raise TypeError(f"lines: expected a file or a regular expression, got {type(lines).__name__}")
@@ -207,11 +215,13 @@ def _parse(disassembly: str, kernel: Kernel) -> Iterator[InlinedCode]:
 
     Before an instruction of another line stand that line and, one to a row, those that it was inlined at.
     """
+    lines_of = cache(_lines_of)
 
     @cache
     def source_line(path: str, number: int) -> SourceLine:
         found, name = _source_file(Path(path), kernel)
-        return SourceLine(name, number, line_of(found, number))
+        texts = lines_of(found)
+        return SourceLine(name, number, texts[number - 1].strip() if 0 < number <= len(texts) else "")
 
     for (function, frames), found in groupby(_instructions(disassembly), key=lambda row: row[:2]):
         lines = [source_line(*frame) for frame in frames]
@@ -248,3 +258,7 @@ def _source_file(path: Path, kernel: Kernel) -> tuple[Path, str]:
         if (kernel.folder / name).is_file():
             return kernel.folder / name, name.as_posix()
     return path, path.name  # a header of CUDA
+
+
+def _lines_of(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines() if path.is_file() else []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,10 +14,43 @@ from torch import Tensor
 from blazeproto.dispatch import build_dispatch, build_dispatch_varying
 from blazeproto.lab.calls import Case
 from blazeproto.lab.steps import LayerCall, product_calls
-from blazeproto.lab.times import Call, cold_ms
 from blazeproto.layer import MoE
 from blazeproto.router import ops
 from blazeproto.router.linear import router_logits, router_logits_backward
+
+ROUNDS, WARMUPS = 10, 3
+FLUSH_NUMBERS = 2**26  # fp32, read between two runs: five times an H200's L2 cache
+MOST_FLUSHES = 128  # some ten milliseconds, in which the host queues a call
+
+Call = Callable[[], object]
+
+
+def cold_ms(call: Call, rounds: int = ROUNDS) -> float:
+    """Median milliseconds of one call on the current GPU and stream, by CUDA events, with none of its inputs in the L2 cache.
+
+    The GPU reads other memory while the host queues the call, so launches are not timed, and nothing in the cache need be
+    written back first. The call must not wait for the GPU.
+    """
+    for _ in range(WARMUPS):
+        call()
+    other = torch.zeros(FLUSH_NUMBERS, device="cuda")
+    samples: list[float] = []
+    flushes = 2
+    while len(samples) < rounds:
+        torch.cuda.synchronize()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        for _ in range(flushes):
+            other.sum()
+        start.record()
+        call()
+        end.record()
+        late = start.query()  # the GPU was through with the reading before the host with the call
+        end.synchronize()
+        if late and flushes < MOST_FLUSHES:
+            flushes *= 2
+        else:
+            samples.append(float(start.elapsed_time(end)))
+    return statistics.median(samples)
 
 
 def measured(layer: MoE, x: Tensor, routing: Any, of: LayerCall) -> dict[tuple[str, str], float]:

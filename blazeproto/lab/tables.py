@@ -6,19 +6,17 @@ View("Dispatch", {"tokens": "5"}, [Table(["expert", "load", ""], [["0", "3", Bar
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from typing import TYPE_CHECKING
 
 from blazeproto.runtime.optional import need
 
-need("rich")  # says how to install it
+need("rich")
 
-# ruff: noqa: E402
-from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType
-from rich.table import Table as RichTable
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.table import Table as RichTable
 
 BAR_WIDTH = 32  # characters of a full bar
 TEXT_WIDTH = 110  # columns of a view as plain text
@@ -35,6 +33,8 @@ class Drawn:
         raise NotImplementedError
 
     def _printed(self, width: int) -> Console:
+        from rich.console import Console
+
         console = Console(file=io.StringIO(), width=width, color_system="truecolor", force_jupyter=False, record=True)
         console.print(self)
         return console
@@ -42,9 +42,6 @@ class Drawn:
     def text(self, width: int | None = None) -> str:
         """Without colours, in ``width`` columns, for a repr or a file."""
         return "\n".join(line.rstrip() for line in self._printed(width or self.width).export_text().splitlines())
-
-    def __repr__(self) -> str:
-        return self.text()
 
     def _repr_html_(self) -> str:
         return self._printed(self.width).export_html(inline_styles=True, code_format=HTML)
@@ -103,9 +100,16 @@ class View(Drawn):
     note: str = ""
 
     def __rich__(self) -> RenderableType:
+        from rich.console import Group
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
         parts: list[RenderableType] = [Text(self.title, style="bold")]
         if self.facts:
-            parts.append(_named(self.facts.items()))
+            facts = RichTable(box=None, show_header=False, padding=(0, 2, 0, 0))
+            for name, value in self.facts.items():
+                facts.add_row(Text(name, style="dim"), Text(value))
+            parts.append(facts)
         parts += [Fitted(table) for table in self.tables]
         return Group(*parts, *([Text(self.note, style="dim")] if self.note else []))
 
@@ -137,23 +141,23 @@ def _text(cell: Cell) -> str:
     return cell.text() if isinstance(cell, Bar) else cell
 
 
-def _named(pairs: Iterable[tuple[str, str]]) -> RichTable:
-    """A line a pair: the name, dim, and its value."""
-    made = RichTable(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for name, value in pairs:
-        made.add_row(Text(name, style="dim"), Text(value))
-    return made
-
-
 def _stacked(table: Table) -> RichTable:
-    end = ("", "")  # of a row
-    pairs = ((*zip(table.columns, map(_text, row), strict=True), end) for row in table.rows)
-    made = _named(chain.from_iterable(pairs))
-    made.caption = table.caption or None
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    made = RichTable(box=None, show_header=False, padding=(0, 2, 0, 0), caption=table.caption or None)
+    for row in table.rows:
+        for column, cell in zip(table.columns, row, strict=True):
+            made.add_row(Text(column, style="dim"), Text(_text(cell)))
+        made.add_row()
     return made
 
 
 def _rich(table: Table, least: Sequence[int]) -> RichTable:
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
     made = RichTable(box=box.SIMPLE_HEAD, caption=table.caption or None, caption_justify="left", pad_edge=False)
     for place, column in enumerate(table.columns):
         left = column in table.left or any(isinstance(row[place], Bar) for row in table.rows)

@@ -137,6 +137,9 @@ class Verdict(Drawn):
             parts.append(_table(self.mismatches, self.part))
         return Group(*parts)
 
+    def __repr__(self) -> str:
+        return self.text()
+
 
 def _counted(count: int, what: str) -> str:
     return f"{count} {what}{'s' if count != 1 else ''}"

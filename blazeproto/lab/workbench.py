@@ -37,7 +37,7 @@ from blazeproto.lab import on_machine
 from blazeproto.lab.accuracy import far_off
 from blazeproto.lab.attended import Attended, seconds_of
 from blazeproto.lab.bounds import Reference, reference
-from blazeproto.lab.calls import CALLS, Output, Poisoned, everything_read, sums_of, told_stray
+from blazeproto.lab.calls import CALLS, Output, Poisoned, Setting, everything_read, sums_of, told_stray
 from blazeproto.lab.counters import HardwareCounters, counters
 from blazeproto.lab.edit import EditedSources
 from blazeproto.lab.mismatch import Comparison, Inputs, Places, places_of
@@ -99,15 +99,16 @@ class Workbench:
         if config is not None and self.entry.kernel is None:
             raise ValueError(f"config: expected None for {product}, which has no tiles, got {config}")
         self.activation, self.routing, self.precision = activation, routing, name_of(precision)
-        self.sizes = Sizes(T, d, n, E, K, activation_named(activation).halves)
-        self.element = element
+        sizes = Sizes(T, d, n, E, K, activation_named(activation).halves)
+        self.setting = Setting(product, sizes, activation, config, element)
         self.call = CALLS[product]
         self._kernels(Build())  # refuses tiles that it cannot have
 
     def _set_up(self, product: str, entry: Product, seed: int, config: TileConfig | None, device: str) -> None:
         """What every bench has.  entry: the product in the registry."""
         checks.integer("seed", seed)
-        checks.instance("config", config, TileConfig, optional=True)
+        if config is not None and not isinstance(config, TileConfig):
+            raise TypeError(f"config: expected a TileConfig or None, got {type(config).__name__}")
         checks.one_of("device", device, ("auto", "cpu"))
         self.product, self.entry, self.seed, self.config = product, entry, seed, config
         self.on_gpu = device == "auto" and _runs_kernels()
@@ -120,8 +121,8 @@ class Workbench:
 
     @property
     def _shape(self) -> str:
-        s = self.sizes
-        precision = f", {self.precision}" if self.element.scales else ""
+        s = self.setting.sizes
+        precision = f", {self.precision}" if self.setting.element.scales else ""
         return f"T={s.T}, d={s.d}, n={s.n}, E={s.E}, K={s.K}, {self.activation}, {self.routing}{precision}"
 
     # --- The sources and the kernel ------------------------------------------------------------------------------------
@@ -175,9 +176,7 @@ class Workbench:
 
     def _kernels(self, build: Build) -> list[Kernel]:
         """Those that a call launches, the main one first."""
-        tiles = self.config or self.entry.tiles_of(self.sizes, self.element)
-        variant = self.entry.variant._replace(activation=self.activation, element=self.element)
-        return self.entry.launches(self.sizes, tiles, variant, build)
+        return self.setting.kernels(build)
 
     def diff(self) -> str:
         """What was changed, as a unified diff against the package's sources; empty where nothing was."""
@@ -235,7 +234,7 @@ class Workbench:
 
     def _attended(self, runs: int) -> Attended:
         """For runs on the machine."""
-        outputs, s = self._inputs.outputs.values(), self.sizes
+        outputs, s = self._inputs.outputs.values(), self.setting.sizes
         tiles = sum(prod(output.shape) // prod(output.tile) + s.E for output in outputs)
         seconds = seconds_of(self.product, s, sum(prod(output.shape) for output in outputs))
         return Attended(self.product, runs, tiles, seconds)
@@ -258,7 +257,7 @@ class Workbench:
         return Times(self.product, floor_ms=None if gpu is None else self._floor_ms(gpu), **measured)
 
     def _floor_ms(self, gpu: str) -> float:
-        return cost.product_floor_ms(self.product, self.sizes, gpu, self.precision)
+        return cost.product_floor_ms(self.product, self.setting.sizes, gpu, self.precision)
 
     def timeline(self, tiles: int = 3, cta: int = 0) -> Timeline:
         """What each warp of one CTA does in its first ``tiles`` tiles, and when: by clock reads that are compiled in for this.
@@ -281,7 +280,7 @@ class Workbench:
         """
         self._needs_tiles("counters")
         self._needs_hopper("counters")
-        s = self.sizes
+        s = self.setting.sizes
         options: dict[str, Any] = {"activation": self.activation, "routing": self.routing, "seed": self.seed}
         sources = self.edited.snapshot() if self.edited else None
         return counters(self.product, s.T, s.d, s.n, s.E, s.K, **options, config=self.config, sources=sources)
@@ -310,9 +309,9 @@ class Workbench:
     @cached_property
     def _inputs(self) -> Inputs:
         options: dict[str, Any] = {"activation": self.activation, "biases": bool(self.call.needs), "seed": self.seed}
-        options["quantized"] = bool(self.element.scales)
+        options["quantized"] = bool(self.setting.element.scales)
         device = "cuda" if self.on_gpu else "cpu"
-        case = make_case(self.sizes, self.routing, device=device, **options)
+        case = make_case(self.setting.sizes, self.routing, device=device, **options)
         made = evaluate(YARDSTICK, case)
         references = reference(self.product, case, made)
         given = {name: pad_rows(made[name], case.dispatch.num_rows) for name in self.call.given}

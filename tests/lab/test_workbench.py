@@ -368,7 +368,7 @@ def test_a_layers_launches_take_the_edited_kernels_of_this_product_alone(
         with product.alone({}):
             launch_all(case)
         assert not any(kernel.sources for kernel in launched)
-    own = set(bench._kernels(Build((), tmp_path)))
+    own = set(bench.setting.kernels(Build((), tmp_path)))
     edited = {kernel for kernel in bench_own if kernel.sources}
     assert [kernel.entry for kernel in bench_own] == plain
     assert edited and edited <= own  # the very objects that the workbench compiles
@@ -380,8 +380,8 @@ def test_a_layers_launches_take_the_edited_kernels_of_this_product_alone(
 @pytest.mark.parametrize("name", gemm.PRODUCTS)
 def test_every_product_has_a_call_and_a_kernel(name: str) -> None:
     bench = Workbench(name, T=512, d=512, n=256, E=4, K=2)
-    kernels = bench._kernels(Build())
-    assert {kernel.sources for kernel in bench._kernels(Build((), Path("/elsewhere")))} == {Path("/elsewhere")}
+    kernels = bench.setting.kernels(Build())
+    assert {kernel.sources for kernel in bench.setting.kernels(Build((), Path("/elsewhere")))} == {Path("/elsewhere")}
     up = Variant(bias=bool(bench.call.needs), fused="fused" in name)
     layer = (Sizes(0, 512, 256, 4, 2), up, up)
     if gemm.PRODUCTS[name].in_layer and name not in ("bias_score_grad", "expert_row_sum"):
@@ -468,7 +468,7 @@ def test_bugs_compile(tmp_path: Path, bugs: list[Bug]) -> None:
         build = bench._build()
         if "race" in bug.name:
             build = build._replace(debug=("INJECT_DELAYS",))
-        kernels.append(bench._kernels(build)[0])
+        kernels.append(bench.setting.kernels(build)[0])
     compile_many(kernels, min(2, os.cpu_count() or 1))
     assert all(kernel.registers > 0 for kernel in kernels)
 

@@ -111,7 +111,7 @@ def test_a_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_estimate_is_that_of_the_steps_within_a_factor_of_two(product: str, steps: int) -> None:
     bench = Workbench(product, T=256, d=256, n=256, E=4, K=2)
     outputs = {"up_forward": 512 * 768, "down_forward": 512 * 256, "combine": 256 * 256}[product]
-    seconds = attended.seconds_of(product, bench.sizes, outputs)
+    seconds = attended.seconds_of(product, bench.setting.sizes, outputs)
     assert 0.5 < seconds / (attended.SECONDS_A_STEP * steps) < 2
 
 

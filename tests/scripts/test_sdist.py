@@ -124,6 +124,8 @@ def test_an_editable_ptxsim_is_found_wherever_python_starts(built: Path, tmp_pat
     # this checkout's own editable install
     others = f"sys.path = [place for place in sys.path if place != {str(ROOT)!r}]"
     others += "; sys.meta_path = [each for each in sys.meta_path if 'editable' not in getattr(each, '__module__', '')]"
+    others += "; [sys.modules.pop(name) for name in [*sys.modules] if 'editable' in name]"
+    others += f"; sys.path.insert(0, {str(tmp_path)!r})"  # its finder has the same name
     code = f"import site, sys; {others}; site.addsitedir({str(tmp_path)!r}); import ptxsim; print(ptxsim.__file__)"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [sys.executable, "-c", code]
