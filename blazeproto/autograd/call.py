@@ -50,7 +50,7 @@ class Beside(NamedTuple):
 
 
 class How(NamedTuple):
-    """What is no tensor."""
+    """The call's options and sizes: all that is no tensor."""
 
     options: Options
     save: str = "recompute"  # the save policy of this call
@@ -127,7 +127,7 @@ def pack(call: ExpertsCall) -> tuple[Any, ...]:
 
 
 def unpack(packed: Sequence[Any]) -> ExpertsCall:
-    """What `pack` was called on, but for options that act before the operators."""
+    """The call that `pack` packed. Options that act before the operators have their defaults."""
     values = iter(packed)
     p, beside, lists = first(Parameters, values), first(Beside, values), [*islice(values, 5)]
     how = How(Options.decode(next(values)), *values)
@@ -141,7 +141,7 @@ def store(ctx: Any, call: ExpertsCall, saved: Saved) -> None:
 
 
 def load(ctx: Any, d_out: Tensor | None) -> tuple[ExpertsCall, Saved]:
-    """What `store` saved; where X is not among it, a tensor of its shape."""
+    """The call and the tensors that `store` saved. Where X was not saved, a tensor of its shape stands for it."""
     values = iter(ctx.saved_tensors)
     p, beside, lists = first(Parameters, values), first(Beside, values), [*islice(values, 5)]
     if p.x is None and d_out is not None:

@@ -5,7 +5,7 @@
 
 Tokens come in chunks (`chunks.py`); a whole batch is one chunk. A step (`steps.Steps`) is a backend's products for a chunk.
 
-What is freed when: a tensor is let go of (``del``) right below the last line that reads it, before the next step allocates; what
+Memory: a tensor is freed (``del``) right below the last line that reads it, before the next step allocates; what
 a step makes for itself, copies of weights and rows of the tokens' width, is gone when it returns. So H is freed before dX is
 made, or dH lies over it where nobody else can see H. In fp8 dW_3 is last, so that dH is freed before its transposed operands
 are made.
@@ -207,7 +207,7 @@ class Operators:
         return self.run("up_backward", *given)
 
     def run(self, name: str, *given: Any) -> list[Any]:
-        """What a step makes, None where it is not needed."""
+        """The tensors that a step makes, None for each that is not needed."""
         needs, wants = [bool(need) for need in self.needs], wanted(name, self.call, self.needs)
         made = iter(step(name, needs, given, *pack(self.call)) if any(wants) else ())
         return [next(made) if want else None for want in wants]

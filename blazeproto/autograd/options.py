@@ -154,7 +154,7 @@ class Options:
     @staticmethod
     @cache
     def decode(encoded: str) -> Options:
-        """What `encode` was called on, but for options that act before the operators."""
+        """The options that `encode` encoded. Those that act before the operators have their defaults."""
         named = zip(_IN_OPERATORS, encoded.split("/"), strict=True)
         values: dict[str, Any] = {name: t if "str" in _TYPES[name] else literal_eval(t) for name, t in named}
         return Options(**values)

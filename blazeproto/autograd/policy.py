@@ -1,4 +1,4 @@
-"""What is saved for backward: by which policy, in which tensors, and how many bytes that is."""
+"""Tensors saved for backward: by which policy, which they are, and how many bytes they take."""
 
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ class SavePolicy(StrEnum):
 
 
 class Saved(NamedTuple):
-    """What forward leaves for backward, None for what the save policy leaves out. R rows in expert order."""
+    """The tensors that forward leaves for backward, None for each that the save policy leaves out. R rows in expert order."""
 
     h: Any = None  # (R, G n): A and B of Algorithm 1
     act: Any = None  # (R, n): Y_swi

@@ -12,7 +12,7 @@ from blazeproto.dispatch.structures import Dispatch
 
 
 class BackendStep(NamedTuple):
-    """What a product of a backend is told, beside the rows that it reads and the places that it fills."""
+    """The arguments of a backend's product beside the rows that it reads and the places that it fills."""
 
     rows: Any
     """The dispatch, as the backend's ``rows_of`` made it."""
