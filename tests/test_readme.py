@@ -32,7 +32,7 @@ def test_the_example_is_twelve_lines_and_runs(capsys: pytest.CaptureFixture[str]
     assert "torch.Size([8, 128, 512])" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("simulator", ["0", "1"])
+@pytest.mark.parametrize("simulator", ["0", pytest.param("1", marks=pytest.mark.full)])
 def test_the_session_of_the_lab_runs_on_a_cpu(tmp_path: Path, simulator: str) -> None:
     """And `check`, at a small size, before the edit and after it; in a process of its own, for Numba decides at its import
     whether to simulate."""

@@ -198,6 +198,7 @@ def pid_of_rank(launcher: int, rank: int) -> int:
     raise AssertionError(f"no process of rank {rank}")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
 def test_a_killed_rank_ends_the_others_which_name_it(
     tiny: list[str], tmp_path: Path, run: Main, at_step: AtStep, metrics: Metrics

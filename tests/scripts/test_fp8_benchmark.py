@@ -110,8 +110,8 @@ def test_the_check_says_that_the_kernels_are_right(monkeypatch: pytest.MonkeyPat
             return addresses(replace(dispatch, **lists), device_of(machine), 0)
 
     monkeypatch.setattr(fp8, "rows_of", rows_of)
-    for module in (fp8.fp8, fp8.quantize):
-        for name in [name for name in vars(module) if name.startswith("launch_")]:
+    for module in (fp8.up, fp8.linear, fp8.down_backward, fp8.weight_fp8, fp8.quantize):
+        for name in [name for name in vars(module) if name.startswith("launch")]:
             monkeypatch.setattr(module, name, launched(getattr(module, name)))
     row = fp8.check(SIZES, positive=False)
     assert row["repeats"] and all(row["quantized_alike"]) and not any(r.races for r in machine.reports)

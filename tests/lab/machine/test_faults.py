@@ -50,6 +50,7 @@ def test_nothing_is_reported_of_the_true_sources(product: str) -> None:
     assert machine.reports and not any(report.races for report in machine.reports)
 
 
+@pytest.mark.full
 def test_watching_races_takes_about_as_long_again() -> None:
     def seconds(races: bool) -> float:
         begin = time.process_time()

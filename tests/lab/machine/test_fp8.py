@@ -255,6 +255,7 @@ def test_sums_that_stay_in_the_tensor_core_are_seen(promoted: bool, tmp_path: Pa
         assert near(*y_of(layer)) == promoted
 
 
+@pytest.mark.full  # tests/lab/test_workbench_quantized.py checks it at another shape
 def test_the_up_projection_is_right_and_quantizes() -> None:
     layer = Layer(80, 144, 128, 3, 2)
     x, up_proj, h, act = layer.tokens(144), layer.weights(256, 144), layer.room(256), layer.room(128)
@@ -289,7 +290,8 @@ def test_the_down_projections_backward_is_right_in_place_of_h(n: int) -> None:
     assert (np.abs(d_scores[layer.pair] - (d_act * act).sum(1)) <= most).all()
 
 
-@pytest.mark.parametrize("f32", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full  # tests/lab/test_workbench_quantized.py checks it at another shape
+@pytest.mark.parametrize("f32", [False, True])
 def test_weight_gradients_are_right(f32: bool) -> None:
     """With an expert that has no rows, in two slices of columns; fp32 ones are added to what is there."""
     layer = Layer(300, 144, 128, 2, 1)
