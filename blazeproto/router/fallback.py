@@ -52,6 +52,12 @@ def _finite(logits: Tensor) -> Tensor:
     return torch.isfinite(logits).all(dim=1, keepdim=True)
 
 
+def _gradient(formula: Callable[[Tensor], Any], logits: Tensor, gradients: Any) -> Tensor:
+    """That of a formula's logits (T, E), from those of its results; 0 for a token with a NaN or infinite logit."""
+    finite = _finite(logits)
+    return vjp(formula, logits.where(finite, 0), gradients).masked_fill(~finite, 0)
+
+
 # --- Scores ------------------------------------------------------------------------------------------------------------------
 
 
@@ -148,8 +154,7 @@ def topk_route(
     finite = _finite(logits)
     logits = logits.where(finite, 0)
     keys = selection_keys(logits, score, bias, num_groups != top_groups)
-    keys = keys.where(finite, 0)  # ties throughout: experts 0 ... K-1
-    experts = choose_top_k(keys, top_k, num_groups, top_groups)
+    experts = choose_top_k(keys.where(finite, 0), top_k, num_groups, top_groups)  # ties throughout: experts 0 ... K-1
     return chosen_scores(logits, experts, score, renormalize, scale).masked_fill(~finite, torch.nan), experts
 
 
@@ -166,10 +171,7 @@ def topk_route_backward(
     stream: Any = None,
 ) -> Tensor:
     """d_logits (T, E) from d_scores (T, K)."""
-    finite = _finite(logits)
-    options = experts, score, renormalize, scale
-    d_logits = vjp(lambda values: chosen_scores(values, *options), logits.where(finite, 0), d_scores)
-    return d_logits.masked_fill(~finite, 0)
+    return _gradient(lambda values: chosen_scores(values, experts, score, renormalize, scale), logits, d_scores)
 
 
 @_of_numpy_too
@@ -319,9 +321,8 @@ def routing_losses(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """load (E,) int32 and the two losses, of the logits' dtype; 0 where one is not asked for."""
     load = expert_load(experts, logits.shape[1])
-    infinite_to_nan = logits.masked_fill(~_finite(logits), torch.nan)
     options = score, balance, z, experts[:, 0] >= 0 if masked else None
-    return load, *_losses(infinite_to_nan, load, experts.shape[1], *options)
+    return load, *_losses(logits.masked_fill(~_finite(logits), torch.nan), load, experts.shape[1], *options)
 
 
 def _losses(
@@ -348,10 +349,8 @@ def routing_losses_backward(
     stream: Any = None,
 ) -> Tensor:
     """d_logits (T, E) from the gradients () of the two losses."""
-    finite = _finite(logits)
-    options = load, top_k, score, balance, z, finite[:, 0] if masked else None
-    d_logits = vjp(lambda values: _losses(values, *options), logits.where(finite, 0), (d_balance_loss, d_z_loss))
-    return d_logits.masked_fill(~finite, 0)
+    options = load, top_k, score, balance, z, _finite(logits)[:, 0] if masked else None
+    return _gradient(lambda values: _losses(values, *options), logits, (d_balance_loss, d_z_loss))
 
 
 # --- The linear map ----------------------------------------------------------------------------------------------------------
