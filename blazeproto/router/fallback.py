@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blazeproto.autograd.private import vjp
+from blazeproto.router.choice import choice_mask
 from blazeproto.router.choices import Hash, varying_choice
 from blazeproto.router.scores import score_named, sums_to_one
 
@@ -117,16 +118,13 @@ def choose_top_k(keys: Tensor, top_k: int, num_groups: int | None = None, top_gr
     keys (T, E) floating point; returns (T, K) int32, distinct in each row whatever the keys hold (NaN ranks last).
     num_groups, top_groups: choose among the experts of a token's best groups, as `topk.topk_route` says.
     """
-    if num_groups is not None and num_groups != top_groups:
-        grouped = keys.unflatten(1, (num_groups, keys.shape[1] // num_groups))
-        size = grouped.shape[2]
-        sums = grouped.topk(min(2, size), dim=2).values.sum(dim=2)
-        groups = choose_top_k(sums, top_groups or 1).long().sort(dim=1).values  # so that ties go to the lower id
-        kept = grouped.gather(1, groups[:, :, None].expand(-1, -1, size)).flatten(1)
-        places = choose_top_k(kept, top_k).long()
-        return (groups.gather(1, places // size) * size + places % size).to(torch.int32)
     lowest, highest = torch.finfo(keys.dtype).min, torch.finfo(keys.dtype).max
     left = torch.nan_to_num(keys, nan=lowest, posinf=highest, neginf=lowest)  # a copy
+    if num_groups is not None and num_groups != top_groups:
+        grouped = keys.unflatten(1, (num_groups, keys.shape[1] // num_groups))
+        sums = grouped.topk(min(2, grouped.shape[2]), dim=2).values.sum(dim=2)
+        kept = choice_mask(choose_top_k(sums, top_groups or 1), num_groups)
+        left = left.where(kept.repeat_interleave(grouped.shape[2], dim=1), -torch.inf)
     chosen = torch.empty(keys.shape[0], top_k, dtype=torch.int64, device=keys.device)
     # K times the first maximum: torch.topk leaves the order of ties open, and a stable sort of all E costs more.
     for slot in range(top_k):

@@ -167,9 +167,7 @@ class Router(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Router:
         """What `to`, `half`, `cuda`, `to_empty` and the like do, but that ``expert_bias`` keeps its values when it is cast."""
         bias = self._bias()
-        super()._apply(fn, recurse)
-        if bias is not None and self.expert_bias is not None:
-            self.expert_bias = unrounded(self.expert_bias, bias)
+        super()._apply(lambda t: unrounded(fn(t), bias) if t is self.expert_bias else fn(t), recurse)
         self._bias()
         return self
 
