@@ -258,7 +258,7 @@ CEILINGS = {
     "blazeproto/*.py": 812,
     "blazeproto/runtime/**/*.py": 1004,
     "blazeproto/dispatch/**/*.py": 729,
-    "blazeproto/router/**/*.py": 2338,
+    "blazeproto/router/**/*.py": 2294,
     "blazeproto/gemm/**/*.py": 2155,
     "blazeproto/autograd/**/*.py": 1928,
     "blazeproto/blocksparse/**/*.py": 605,

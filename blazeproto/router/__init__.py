@@ -11,12 +11,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from blazeproto.router.hashing import hash_route
     from blazeproto.router.logits import finish_logits, logits_product, split_gradient
     from blazeproto.router.losses import routing_losses, routing_losses_backward
     from blazeproto.router.pairs import choose_pairs, score_pairs, score_pairs_backward
     from blazeproto.router.router import ROUTERS, Router, Routing, make_router, routing_stats
-    from blazeproto.router.topk import topk_route, topk_route_backward
+    from blazeproto.router.topk import hash_route, topk_route, topk_route_backward
 
 _MODULE_OF = {
     "ROUTERS": "router",
@@ -24,7 +23,7 @@ _MODULE_OF = {
     "Routing": "router",
     "choose_pairs": "pairs",
     "finish_logits": "logits",
-    "hash_route": "hashing",
+    "hash_route": "topk",
     "logits_product": "logits",
     "make_router": "router",
     "routing_losses": "losses",

@@ -52,15 +52,10 @@ def in_fp32(bias: Tensor) -> Tensor:
     return bias
 
 
-def own_fp32(bias: Tensor) -> Tensor:
-    """A bias that was loaded: as it is, or in fp32 where ``assign=True`` put in a checkpoint's tensor, which stays as it is."""
-    return bias if bias.dtype == torch.float32 or hasattr(bias, "exact") else bias.float()
-
-
 def unrounded(rounded: Tensor, exact: Tensor | None) -> Tensor:
-    """fp32 on the device of ``rounded``: its numbers, or the exact ones where it has their rounding."""
+    """fp32 on the device of ``rounded``: its numbers, or the exact ones where it has their rounding. One in fp32 is itself."""
     wide = rounded.float()
-    if exact is None or exact.is_meta or wide.is_meta:
+    if rounded is wide or exact is None or exact.is_meta or wide.is_meta:
         return wide
     exact = exact.to(wide.device)
     return torch.where(exact.to(rounded.dtype) == rounded, exact, wide)

@@ -5,6 +5,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from blazeproto.router.kinds import DRAWING_RULES
+
 
 class VaryingChoice:
     """Options of such a choice: the base of frozen dataclasses.
@@ -40,8 +42,11 @@ class VaryingChoice:
         return num_tokens * num_experts
 
     def draws(self, num_experts: int, device: torch.device, generator: torch.Generator | None = None) -> Tensor | None:
-        """(E,) fp32 in [0, 1), where the choice needs random numbers."""
-        return None
+        """(E,) in [0, 1), where the choice needs random numbers: in fp32 whatever torch's default dtype is, for in bf16 a
+        probability of .999 is 1."""
+        if self.by not in DRAWING_RULES:
+            return None
+        return torch.rand(num_experts, device=device, dtype=torch.float32, generator=generator)
 
     @staticmethod
     def mask(scores: Tensor, experts: Tensor, draws: Tensor | None, by: str, options: list[float], size: int) -> Tensor:
@@ -64,12 +69,11 @@ class VaryingChoice:
 
         generator: of `draws`; default: torch's.
         """
-        (num_tokens, num_experts), top_k = scores.shape, experts.shape[1]
-        sizes = num_tokens, num_experts, top_k
-        draws, limits = self.draws(num_experts, scores.device, generator), None
+        sizes = (*scores.shape, experts.shape[1])  # T, E, K
+        draws, limits = self.draws(scores.shape[1], scores.device, generator), None
         if counted is not None:
             number = counted.sum()
-            size = torch.zeros_like(number) + self.size(number, num_experts, top_k)
+            size = torch.zeros_like(number) + self.size(number, *sizes[1:])
             limits = torch.stack((number, size)).to(torch.int32)
         return scores.detach(), experts, draws, self.by, self.options, self.size(*sizes), self.max_pairs(*sizes), limits
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from blazeproto.router.choice import VaryingChoice, by_expert, choice_mask, keep_first, rank_tokens
-from blazeproto.router.kinds import DRAWING_RULES, GOLDEN, MASK_32, RULES, Priority, RoundingRule
+from blazeproto.router.kinds import GOLDEN, MASK_32, RULES, Priority, RoundingRule
 from blazeproto.runtime import checks
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -76,12 +76,6 @@ class TokenRounding(VaryingChoice):
                 f"E={num_experts} and K={top_k}; a batch of fewer tokens keeps all its pairs, and nothing is rounded"
             )
 
-    def draws(self, num_experts: int, device: torch.device, generator: torch.Generator | None = None) -> Tensor | None:
-        """In fp32 whatever torch's default dtype is: in bf16 a probability of .999 is 1."""
-        if self.rule not in DRAWING_RULES:
-            return None
-        return torch.rand(num_experts, device=device, dtype=torch.float32, generator=generator)
-
     @staticmethod
     def mask(scores: Tensor, experts: Tensor, draws: Tensor | None, by: str, options: list[float], size: int) -> Tensor:
         """Algorithm 4. by: the rule; size: the tile."""
@@ -89,8 +83,7 @@ class TokenRounding(VaryingChoice):
         order = rank_tokens(chosen_first_keys(scores, chosen))
         ranked = scores.t().gather(1, order) if by == "nr_s" else None
         num_tokens = (experts[:, 0] >= 0).sum()  # that are not masked
-        counts = chosen.sum(dim=0)
-        counts = rounded_counts(counts, size, by, num_tokens=num_tokens, sorted_scores=ranked, draws=draws)
+        counts = rounded_counts(chosen.sum(dim=0), size, by, num_tokens=num_tokens, sorted_scores=ranked, draws=draws)
         return keep_first(order, counts)
 
 
@@ -252,18 +245,16 @@ class Capacity(WithCapacity):
     def mask(scores: Tensor, experts: Tensor, draws: Tensor | None, by: str, options: list[float], size: int) -> Tensor:
         """size: the capacity."""
         (num_tokens, num_experts), top_k = scores.shape, experts.shape[1]
-        chosen = choice_mask(experts, num_experts)
         place = torch.arange(num_tokens, device=experts.device)  # of a token among all
         if by == "score":
-            largest = scores.amax(dim=1)
-            largest = torch.where(largest.isnan(), torch.inf, largest)
+            largest = torch.where(scores.isnan(), torch.inf, scores).amax(dim=1)
             by_score = torch.sort(largest, descending=True, stable=True).indices
             place = torch.zeros_like(place).scatter(0, by_score, place)
         places = place[:, None].expand_as(experts)
         if by != "token":
             places = places + num_tokens * torch.arange(top_k, device=experts.device)
         keys = by_expert(experts, num_experts, -places, -num_tokens * top_k)
-        return keep_first(rank_tokens(keys), chosen.sum(dim=0).clamp(max=size))
+        return keep_first(rank_tokens(keys), choice_mask(experts, num_experts).sum(dim=0).clamp(max=size))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -323,18 +314,25 @@ def varying_choice(by: str) -> type[VaryingChoice]:
     return named[by]
 
 
-def make_choice(name: str, options: dict[str, Any], keywords: Iterable[str] = ()) -> Choice | None:
-    """The choice of this name, with its options; None for ``"top_k"``, which has none.
+def make_choice(choose: str | Choice, options: dict[str, Any], keywords: Iterable[str] = ()) -> Choice | None:
+    """The choice of this name, with its options; None for ``"top_k"``, which has none. An object is itself.
 
     ValueError unless there is one of this name, TypeError for an option that it does not take.
     keywords: further names that may have been meant, those of `Router`.
     """
-    checks.one_of("choose", name, ("top_k", *CHOICES))
+    if isinstance(choose, Choice):
+        if options:
+            near = "".join(checks.nearest(name, keywords) for name in sorted(options)[:1])
+            raise TypeError(f"choose: a choice object carries its own options, got {sorted(options)} too{near}")
+        return choose
+    if not isinstance(choose, str):
+        raise TypeError(f"choose: expected a name or a choice object, got {choose!r}")
+    checks.one_of("choose", choose, ("top_k", *CHOICES))
     options_of = {other: [field.name for field in fields(kind)] for other, kind in CHOICES.items()} | {"top_k": []}
     for option in options:
-        if option not in options_of[name]:
+        if option not in options_of[choose]:
             owner = next((other for other, names in options_of.items() if option in names), None)
-            hint = f"; choose={owner!r} takes it" if owner else checks.nearest(option, [*options_of[name], *keywords])
-            takes = f"the options {', '.join(options_of[name])}" if options_of[name] else "no options"
-            raise TypeError(f"{option}: unknown keyword (choose={name!r} takes {takes}){hint}")
-    return None if name == "top_k" else CHOICES[name](**options)
+            hint = f"; choose={owner!r} takes it" if owner else checks.nearest(option, [*options_of[choose], *keywords])
+            takes = f"the options {', '.join(options_of[choose])}" if options_of[choose] else "no options"
+            raise TypeError(f"{option}: unknown keyword (choose={choose!r} takes {takes}){hint}")
+    return None if choose == "top_k" else CHOICES[choose](**options)

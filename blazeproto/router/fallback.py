@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blazeproto.autograd.private import vjp
+from blazeproto.router.choice import choice_mask
 from blazeproto.router.choices import Hash, varying_choice
 from blazeproto.router.scores import score_named, sums_to_one
 
@@ -50,6 +51,12 @@ def _to_numpy(made: Tensor) -> np.ndarray:
 def _finite(logits: Tensor) -> Tensor:
     """(T, 1): whether all of a token's logits are numbers."""
     return torch.isfinite(logits).all(dim=1, keepdim=True)
+
+
+def _gradient(formula: Callable[[Tensor], Any], logits: Tensor, gradients: Any) -> Tensor:
+    """That of a formula's logits (T, E), from those of its results; 0 for a token with a NaN or infinite logit."""
+    finite = _finite(logits)
+    return vjp(formula, logits.where(finite, 0), gradients).masked_fill(~finite, 0)
 
 
 # --- Scores ------------------------------------------------------------------------------------------------------------------
@@ -111,16 +118,13 @@ def choose_top_k(keys: Tensor, top_k: int, num_groups: int | None = None, top_gr
     keys (T, E) floating point; returns (T, K) int32, distinct in each row whatever the keys hold (NaN ranks last).
     num_groups, top_groups: choose among the experts of a token's best groups, as `topk.topk_route` says.
     """
-    if num_groups is not None and num_groups != top_groups:
-        grouped = keys.unflatten(1, (num_groups, keys.shape[1] // num_groups))
-        size = grouped.shape[2]
-        sums = grouped.topk(min(2, size), dim=2).values.sum(dim=2)
-        groups = choose_top_k(sums, top_groups or 1).long().sort(dim=1).values  # so that ties go to the lower id
-        kept = grouped.gather(1, groups[:, :, None].expand(-1, -1, size)).flatten(1)
-        places = choose_top_k(kept, top_k).long()
-        return (groups.gather(1, places // size) * size + places % size).to(torch.int32)
     lowest, highest = torch.finfo(keys.dtype).min, torch.finfo(keys.dtype).max
     left = torch.nan_to_num(keys, nan=lowest, posinf=highest, neginf=lowest)  # a copy
+    if num_groups is not None and num_groups != top_groups:
+        grouped = keys.unflatten(1, (num_groups, keys.shape[1] // num_groups))
+        sums = grouped.topk(min(2, grouped.shape[2]), dim=2).values.sum(dim=2)
+        kept = choice_mask(choose_top_k(sums, top_groups or 1), num_groups)
+        left = left.where(kept.repeat_interleave(grouped.shape[2], dim=1), -torch.inf)
     chosen = torch.empty(keys.shape[0], top_k, dtype=torch.int64, device=keys.device)
     # K times the first maximum: torch.topk leaves the order of ties open, and a stable sort of all E costs more.
     for slot in range(top_k):
@@ -148,8 +152,7 @@ def topk_route(
     finite = _finite(logits)
     logits = logits.where(finite, 0)
     keys = selection_keys(logits, score, bias, num_groups != top_groups)
-    keys = keys.where(finite, 0)  # ties throughout: experts 0 ... K-1
-    experts = choose_top_k(keys, top_k, num_groups, top_groups)
+    experts = choose_top_k(keys.where(finite, 0), top_k, num_groups, top_groups)  # ties throughout: experts 0 ... K-1
     return chosen_scores(logits, experts, score, renormalize, scale).masked_fill(~finite, torch.nan), experts
 
 
@@ -166,10 +169,7 @@ def topk_route_backward(
     stream: Any = None,
 ) -> Tensor:
     """d_logits (T, E) from d_scores (T, K)."""
-    finite = _finite(logits)
-    options = experts, score, renormalize, scale
-    d_logits = vjp(lambda values: chosen_scores(values, *options), logits.where(finite, 0), d_scores)
-    return d_logits.masked_fill(~finite, 0)
+    return _gradient(lambda values: chosen_scores(values, experts, score, renormalize, scale), logits, d_scores)
 
 
 @_of_numpy_too
@@ -319,9 +319,8 @@ def routing_losses(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """load (E,) int32 and the two losses, of the logits' dtype; 0 where one is not asked for."""
     load = expert_load(experts, logits.shape[1])
-    infinite_to_nan = logits.masked_fill(~_finite(logits), torch.nan)
     options = score, balance, z, experts[:, 0] >= 0 if masked else None
-    return load, *_losses(infinite_to_nan, load, experts.shape[1], *options)
+    return load, *_losses(logits.masked_fill(~_finite(logits), torch.nan), load, experts.shape[1], *options)
 
 
 def _losses(
@@ -348,10 +347,8 @@ def routing_losses_backward(
     stream: Any = None,
 ) -> Tensor:
     """d_logits (T, E) from the gradients () of the two losses."""
-    finite = _finite(logits)
-    options = load, top_k, score, balance, z, finite[:, 0] if masked else None
-    d_logits = vjp(lambda values: _losses(values, *options), logits.where(finite, 0), (d_balance_loss, d_z_loss))
-    return d_logits.masked_fill(~finite, 0)
+    options = load, top_k, score, balance, z, _finite(logits)[:, 0] if masked else None
+    return _gradient(lambda values: _losses(values, *options), logits, (d_balance_loss, d_z_loss))
 
 
 # --- The linear map ----------------------------------------------------------------------------------------------------------

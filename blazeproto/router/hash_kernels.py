@@ -21,7 +21,7 @@ WARP = 32
 
 @device
 def mix(x):
-    """A bijection of 32-bit words that scatters them; `choices.hashing` has the same in torch."""
+    """A bijection of 32-bit words that scatters them; `choices.Hash` has the same in torch."""
     x = uint32((x ^ (x >> uint32(16))) * uint32(0x21F0AAAD))
     x = uint32((x ^ (x >> uint32(15))) * uint32(0x735A2D97))
     return uint32(x ^ (x >> uint32(15)))

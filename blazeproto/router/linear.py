@@ -17,7 +17,8 @@ Floor: `blazeproto.cost.router_floor_ms`, which passes once over each product: 2
 Two parts of an fp32 operand are two passes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -187,15 +188,14 @@ def router_logits_backward(
 
 def _sum_over_tokens(split: Tensor, x: Tensor) -> Tensor:
     """split (T, C)^T x (T, d) -> (C, d) fp32, a part of LONGEST_SUM tokens after the other."""
-    num_tokens, total = x.shape[0], None
-    whole = num_tokens - num_tokens % LONGEST_SUM
-    for begin in range(0, whole, PARTS_AT_ONCE * LONGEST_SUM):
-        part = slice(begin, min(begin + PARTS_AT_ONCE * LONGEST_SUM, whole))
-        a, b = (t[part].unflatten(0, (-1, LONGEST_SUM)) for t in (split, x))
-        made = _product(a.transpose(1, 2), b).sum(0)
-        total = made if total is None else total.add_(made)
-    if whole < num_tokens:
-        made = _product(split[whole:].t(), x[whole:])
-        total = made if total is None else total.add_(made)
-    assert total is not None
-    return total
+    whole = len(x) - len(x) % LONGEST_SUM
+
+    def sums() -> Iterator[Tensor]:
+        for begin in range(0, whole, PARTS_AT_ONCE * LONGEST_SUM):
+            part = slice(begin, min(begin + PARTS_AT_ONCE * LONGEST_SUM, whole))
+            a, b = (t[part].unflatten(0, (-1, LONGEST_SUM)) for t in (split, x))
+            yield _product(a.transpose(1, 2), b).sum(0)
+        if whole < len(x):
+            yield _product(split[whole:].t(), x[whole:])
+
+    return reduce(Tensor.add_, sums())

@@ -60,20 +60,18 @@ def multiply(place: Place, call: Mapping[str, Any], x: Any, weight: Any, out: An
     """`logits_product` of checked arrays, views or tensors."""
     from blazeproto.gemm import logits
 
-    (num_rows, reduction), (columns, parts), (device, stream) = x.shape, (call["E"], call["parts"]), place
-    addresses = (array.data_ptr() for array in (x, weight, out))
-    sizes = {"num_rows": num_rows, "columns": columns, "reduction": reduction, "parts": parts}
-    logits.launch(*addresses, **sizes, device=device, stream=stream)
+    (num_rows, reduction), (device, stream) = x.shape, place
+    sizes = {"num_rows": num_rows, "columns": call["E"], "reduction": reduction, "parts": call["parts"]}
+    logits.launch(x.data_ptr(), weight.data_ptr(), out.data_ptr(), **sizes, device=device, stream=stream)
 
 
 def _check_product(sizes: dict[str, Any], call: dict[str, Any]) -> None:
-    (parts, columns), reduction = (checks.integer("parts", call["parts"]), sizes["C"]), sizes["d"]
+    parts, rows, width = checks.integer("parts", call["parts"]), sizes["C"], sizes["d"]
     checks.require(parts in (1, 2), "parts", "1 or 2", parts)
-    sizes["E"], rest = divmod(columns, parts)
-    fits = rest == 0 and 1 <= sizes["E"] <= MAX_EXPERTS
-    checks.require(fits, "weight", f"{parts} E rows with 1 <= E <= {MAX_EXPERTS}", columns)
-    whole = reduction > 0 and reduction % CHUNK == 0
-    checks.require(whole, "x", f"rows of a positive multiple of {CHUNK} numbers", reduction)
+    sizes["E"], rest = divmod(rows, parts)
+    expected = f"{parts} E rows with 1 <= E <= {MAX_EXPERTS}"
+    checks.require(rest == 0 and 1 <= sizes["E"] <= MAX_EXPERTS, "weight", expected, rows)
+    checks.require(width > 0 and width % CHUNK == 0, "x", f"rows of a positive multiple of {CHUNK} numbers", width)
 
 
 def _check_experts(sizes: dict[str, Any], call: dict[str, Any]) -> None:

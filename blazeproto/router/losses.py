@@ -16,7 +16,6 @@ from blazeproto.runtime.numba_kernel import NumbaKernel
 THREADS = 256  # of a block
 SUM_THREADS = 1024  # of the one block that adds up
 MAX_BLOCKS, MAX_BACKWARD_BLOCKS = 132 * 4, 132 * 8
-OPTIONS = "score", "balance", "z", "masked"
 
 
 def losses_workspace(num_tokens: int, num_experts: int) -> int:
@@ -39,73 +38,55 @@ def _blocks(num_tokens: int, num_experts: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=256)
-def forward_kernels(
+def kernels(
     num_experts: int, score: str, balance: bool, z: bool, masked: bool
-) -> tuple[NumbaKernel, NumbaKernel]:
-    """`losses_kernels.routing_partials` and `.routing_sums`."""
+) -> tuple[NumbaKernel, NumbaKernel, RowKernel]:
+    """`losses_kernels.routing_partials`, `.routing_sums` and `.routing_losses_backward`."""
     from blazeproto.router import losses_kernels
 
-    partials = NumbaKernel(
-        losses_kernels.routing_partials,
-        "float32* int32* int32* float32* float32* int64 int64 int64",
-        threads=THREADS,
-        min_blocks=4 if num_experts <= 128 else 2,
-        lanes=lanes_of(num_experts),
-        num_experts=num_experts,
-        score=score,
-        balance=balance,
-        z=z,
-        masked=masked,
+    sums: dict[str, Any] = {"num_experts": num_experts, "balance": balance, "z": z, "masked": masked}
+    by_token = {"threads": THREADS, "lanes": lanes_of(num_experts), "score": score, **sums}
+    return (
+        NumbaKernel(
+            losses_kernels.routing_partials,
+            "float32* int32* int32* float32* float32* int64 int64 int64",
+            min_blocks=4 if num_experts <= 128 else 2,
+            **by_token,
+        ),
+        NumbaKernel(
+            losses_kernels.routing_sums,
+            "int32* float32* float32* int32* float32* float32* int64 int64 int64",
+            threads=SUM_THREADS,
+            columns=power_of_two(num_experts),
+            **sums,
+        ),
+        RowKernel(
+            losses_kernels.routing_losses_backward,
+            "float32* int32* float32* float32* float32* int64 int64",
+            most_blocks=MAX_BACKWARD_BLOCKS,
+            min_blocks=4 if num_experts <= 256 else 2,
+            **by_token,
+        ),
     )
-    sums = NumbaKernel(
-        losses_kernels.routing_sums,
-        "int32* float32* float32* int32* float32* float32* int64 int64 int64",
-        threads=SUM_THREADS,
-        columns=power_of_two(num_experts),
-        num_experts=num_experts,
-        balance=balance,
-        z=z,
-        masked=masked,
-    )
-    return partials, sums
 
 
-@lru_cache(maxsize=256)
-def backward_kernel(num_experts: int, score: str, balance: bool, z: bool, masked: bool) -> RowKernel:
-    """`losses_kernels.routing_losses_backward`."""
-    from blazeproto.router import losses_kernels
-
-    return RowKernel(
-        losses_kernels.routing_losses_backward,
-        "float32* int32* float32* float32* float32* int64 int64",
-        threads=THREADS,
-        most_blocks=MAX_BACKWARD_BLOCKS,
-        min_blocks=4 if num_experts <= 256 else 2,
-        lanes=lanes_of(num_experts),
-        num_experts=num_experts,
-        score=score,
-        balance=balance,
-        z=z,
-        masked=masked,
-    )
+def _wanted(call: dict[str, Any]) -> dict[str, Any]:
+    return {name: call[name] for name in ("score", "balance", "z", "masked")}
 
 
 def _check(sizes: dict[str, Any], call: dict[str, Any]) -> None:
     score_named(call["score"])
-    num_tokens, num_experts = sizes["T"], sizes["E"]
-    check_matrix("logits", sizes, num_tokens >= 1, "T >= 1")
-    checks.require(sizes.get("K", 1) >= 1, "experts", "(T, K) with K >= 1", (num_tokens, 0))
-    for name in ("balance", "z", "masked"):
-        checks.boolean(name, call[name])
+    check_matrix("logits", sizes, sizes["T"] >= 1, "T >= 1")
+    checks.require(sizes.get("K", 1) >= 1, "experts", "(T, K) with K >= 1", (sizes["T"], 0))
     checks.integer("top_k", call.get("top_k", 1), least=1)
-    sizes["workspace"] = losses_workspace(num_tokens, num_experts)
+    sizes["workspace"] = losses_workspace(sizes["T"], sizes["E"])
 
 
 @public(
     {"logits": "float32 T E", "experts": "int32 T K"},
     {"load": "int32 E", "balance_loss": "float32", "z_loss": "float32"},
     _check,
-    lambda place, call, *arrays: launch(place, arrays, *map(call.get, OPTIONS)),
+    lambda place, call, *arrays: launch(place, arrays, **_wanted(call)),
 )
 def routing_losses(
     logits: Any,
@@ -136,14 +117,14 @@ def routing_losses(
     """
 
 
-def launch(place: Place, operands: tuple[Any, ...], score: str, balance: bool, z: bool, masked: bool) -> None:
-    """`routing_losses` of checked arrays: logits, experts; load, the two losses; workspace."""
+def launch(place: Place, operands: tuple[Any, ...], **wanted: Any) -> None:
+    """`routing_losses` of checked arrays: logits, experts; load, the two losses; workspace.  wanted: as `kernels` takes it."""
     logits, experts, *made, workspace = operands
     (num_tokens, num_experts), top_k = logits.shape, experts.shape[1]
     blocks, tokens = _blocks(num_tokens, num_experts)
     size = blocks * num_experts  # of loads and of probabilities; then come squares
     parts = parts_of(workspace, (size, "int32"), (size, "float32"), (blocks, "float32"))
-    partials, sums = forward_kernels(num_experts, score, balance, z, masked)
+    partials, sums, _ = kernels(num_experts, **wanted)
     given = map(memory.argument, (logits, experts))
     partials.launch(*place, blocks, 0, *given, *parts, num_tokens, top_k, tokens)
     sums.launch(*place, 1, 0, *parts, *map(memory.argument, made), blocks, num_tokens, top_k)
@@ -153,7 +134,7 @@ def launch(place: Place, operands: tuple[Any, ...], score: str, balance: bool, z
     {"logits": "float32 T E", "load": "int32 E", "d_balance_loss": "float32", "d_z_loss": "float32"},
     {"d_logits": "float32 T E"},
     _check,
-    lambda place, call, *arrays: backward_kernel(call["E"], *map(call.get, OPTIONS)).over(
+    lambda place, call, *arrays: kernels(call["E"], **_wanted(call))[2].over(
         call["T"], place, arrays, call["T"], int(call["top_k"])
     ),
 )

@@ -5,7 +5,7 @@ instead of choosing again.
     routing_losses   logits, experts -> the load and the auxiliary losses               kernels: losses.py
     choose_pairs     scores (T, E), token choice (T, K) -> a flat list of pairs         kernels: the choice's, as pairs.py
     score_pairs      logits (T, E), pairs -> their scores (P,)                          kernels: pairs.py
-    hash_experts     token ids (T,) -> experts (T, K)                                   kernel: hashing.py
+    hash_experts     token ids (T,) -> experts (T, K)                                   kernel: topk.py
 
 An operator asks inside, where torch.compile does not trace, whether its kernels run on these tensors; else `fallback` computes
 the same. Kernels are launched unchecked: the operators are called by `Router`, which has checked what came.
@@ -22,7 +22,7 @@ from torch import Tensor
 from blazeproto.autograd.backends import has_dispatch_kernels
 from blazeproto.autograd.operators import Operator, define, narrow_ids
 from blazeproto.autograd.private import unobserved
-from blazeproto.router import fallback, hashing, losses, pairs, topk
+from blazeproto.router import fallback, losses, pairs, topk
 from blazeproto.router.choices import varying_choice
 from blazeproto.router.public import place_of
 from blazeproto.router.scores import SCORES
@@ -38,13 +38,6 @@ def _kernels_take(matrix: Tensor, top_k: int = 1) -> bool:
         and top_k <= topk.MAX_TOP_K
         and has_dispatch_kernels("auto", matrix.device)
     )
-
-
-SCORING = "score", "renormalize", "scale"
-
-
-def _named(options: Sequence[Any], names: Sequence[str] = SCORING) -> dict[str, Any]:
-    return dict(zip(names, options, strict=True))
 
 
 def _integers(like: Tensor, *shapes: Sequence[int]) -> tuple[Any, ...]:
@@ -82,12 +75,15 @@ def _derivative(
     "route_top_k_backward(Tensor logits, Tensor experts, Tensor d_scores, str score, bool renormalize, float scale) -> Tensor",
     lambda logits, *_: torch.empty_like(logits),
 )
-def route_top_k_backward(logits: Tensor, experts: Tensor, d_scores: Tensor, *options: Any) -> Tensor:
+def route_top_k_backward(
+    logits: Tensor, experts: Tensor, d_scores: Tensor, score: str, renormalize: bool, scale: float
+) -> Tensor:
     """d_logits (T, E) from d_scores (T, K)."""
+    given = logits, experts, d_scores
     if not _kernels_take(logits, experts.shape[1]):
-        return fallback.topk_route_backward(logits, experts, d_scores, **_named(options))
-    kernel = topk.backward_kernel(logits.shape[1], experts.shape[1], *options, half=False)
-    return kernel.over(len(logits), place_of(logits), (logits, experts, d_scores), made=torch.empty_like(logits))
+        return fallback.topk_route_backward(*given, score=score, renormalize=renormalize, scale=scale)
+    kernel = topk.backward_kernel(logits.shape[1], experts.shape[1], score, renormalize, scale, half=False)
+    return kernel.over(len(logits), place_of(logits), given, made=torch.empty_like(logits))
 
 
 def _route_fake(logits: Tensor, bias: Tensor | None, top_k: int, *_: Any) -> tuple[Tensor, Tensor]:
@@ -115,11 +111,12 @@ def route_top_k(
 
     The scores are differentiable in the logits; backward keeps the logits and the experts.
     """
-    options = score, renormalize, scale, num_groups, top_groups
+    groups = {"num_groups": num_groups, "top_groups": top_groups}
+    options: dict[str, Any] = {"score": score, "renormalize": renormalize, "scale": scale, **groups}
     takes_bias = bias is None or (SCORES[score].elementwise and bias.dtype == torch.float32)
     if not (takes_bias and num_groups <= topk.MAX_GROUPS and _kernels_take(logits, top_k)):
-        return fallback.topk_route(logits, top_k, bias=bias, **_named(options, (*SCORING, "num_groups", "top_groups")))
-    kernel = topk.route_kernel(logits, top_k, bias is not None, *options)
+        return fallback.topk_route(logits, top_k, bias=bias, **options)
+    kernel = topk.route_kernel(logits, top_k, bias is not None, **options)
     given, made = (logits, logits if bias is None else bias), _route_fake(logits, bias, top_k)
     return kernel.over(len(logits), place_of(logits), given, made=made)
 
@@ -150,12 +147,13 @@ def routing_losses_backward(
     masked: bool,
 ) -> Tensor:
     """d_logits (T, E) of the two losses."""
-    slopes, wanted = (_times(d_balance_loss, balance), _times(d_z_loss, z)), (score, bool(balance), bool(z), masked)
+    given = logits, load, _times(d_balance_loss, balance), _times(d_z_loss, z)
+    wanted: dict[str, Any] = {"score": score, "balance": bool(balance), "z": bool(z), "masked": masked}
     if not (_kernels_take(logits) and len(logits)):
-        return fallback.routing_losses_backward(logits, load, *slopes, top_k, **_named(wanted, losses.OPTIONS))
-    kernel, num_tokens = losses.backward_kernel(logits.shape[1], *wanted), len(logits)
-    given, made = (logits, load, *slopes), torch.empty_like(logits)
-    return kernel.over(num_tokens, place_of(logits), given, num_tokens, top_k, made=made)
+        return fallback.routing_losses_backward(*given, top_k, **wanted)
+    num_tokens, num_experts = logits.shape
+    *_, kernel = losses.kernels(num_experts, **wanted)
+    return kernel.over(num_tokens, place_of(logits), given, num_tokens, top_k, made=torch.empty_like(logits))
 
 
 def _losses_fake(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -181,14 +179,14 @@ def routing_losses(
 
     masked: a token with expert -1 has no part in them; its logits are NaN.
     """
-    wanted = score, bool(balance), bool(z), masked
+    wanted: dict[str, Any] = {"score": score, "balance": bool(balance), "z": bool(z), "masked": masked}
     if _kernels_take(logits) and len(logits):
         balance_loss, z_loss, load, kept = _losses_fake(logits)
         workspace = logits.new_empty(losses.losses_workspace(*logits.shape))
         ids = narrow_ids(experts).contiguous()
-        losses.launch(place_of(logits), (logits, ids, load, balance_loss, z_loss, workspace), *wanted)
+        losses.launch(place_of(logits), (logits, ids, load, balance_loss, z_loss, workspace), **wanted)
     else:
-        load, balance_loss, z_loss = fallback.routing_losses(logits, experts, **_named(wanted, losses.OPTIONS))
+        load, balance_loss, z_loss = fallback.routing_losses(logits, experts, **wanted)
         kept = torch.empty_like(load)
     return _times(balance_loss, balance), _times(z_loss, z), load, kept.copy_(load)
 
@@ -248,13 +246,19 @@ def choose_pairs(
     lambda logits, *_: torch.empty_like(logits),
 )
 def score_pairs_backward(
-    logits: Tensor, pair_experts: Tensor, token_offsets: Tensor, d_scores: Tensor, *options: Any
+    logits: Tensor,
+    pair_experts: Tensor,
+    token_offsets: Tensor,
+    d_scores: Tensor,
+    score: str,
+    renormalize: bool,
+    scale: float,
 ) -> Tensor:
     """d_logits (T, E) from d_scores (P,)."""
     given = logits, pair_experts, token_offsets, d_scores
     if not _kernels_take(logits):
-        return fallback.score_pairs_backward(*given, **_named(options))
-    kernel = pairs.score_kernel(logits.shape[1], *options, backward=True)
+        return fallback.score_pairs_backward(*given, score=score, renormalize=renormalize, scale=scale)
+    kernel = pairs.score_kernel(logits.shape[1], score, renormalize, scale, backward=True)
     return kernel.over(len(logits), place_of(logits), given, made=torch.empty_like(logits))
 
 
@@ -263,15 +267,16 @@ def score_pairs_backward(
     lambda logits, pair_experts, *_: logits.new_empty(pair_experts.shape),
     **_derivative(score_pairs_backward, 1, lambda inputs, output: (inputs[:3], inputs[3:])),
 )
-def score_pairs(logits: Tensor, pair_experts: Tensor, token_offsets: Tensor, *options: Any) -> Tensor:
+def score_pairs(
+    logits: Tensor, pair_experts: Tensor, token_offsets: Tensor, score: str, renormalize: bool, scale: float
+) -> Tensor:
     """The scores (P,) of the pairs that `choose_pairs` lists; differentiable in the logits (T, E)."""
     given = logits, pair_experts, token_offsets
     if not _kernels_take(logits):
-        return fallback.score_pairs(*given, **_named(options))
-    (num_tokens, num_experts), (num_pairs,) = logits.shape, pair_experts.shape
-    kernel, num_rows = pairs.score_kernel(num_experts, *options), pairs.pair_rows(num_tokens, num_pairs)
-    made = logits.new_empty(num_pairs)
-    return kernel.over(num_rows, place_of(logits), given, num_tokens, num_pairs, made=made)
+        return fallback.score_pairs(*given, score=score, renormalize=renormalize, scale=scale)
+    kernel, sizes = pairs.score_kernel(logits.shape[1], score, renormalize, scale), (len(logits), len(pair_experts))
+    made = logits.new_empty(len(pair_experts))
+    return kernel.over(pairs.pair_rows(*sizes), place_of(logits), given, *sizes, made=made)
 
 
 # --- Hash --------------------------------------------------------------------------------------------------------------------
@@ -284,10 +289,10 @@ def score_pairs(logits: Tensor, pair_experts: Tensor, token_offsets: Tensor, *op
 )
 def hash_experts(token_ids: Tensor, num_experts: int, top_k: int, seed: int) -> Tensor:
     """The experts (T, K) int32 of `choices.Hash`; token_ids (T,) integers of any dtype."""
-    takes = num_experts <= hashing.MAX_EXPERTS and top_k <= hashing.MAX_TOP_K
+    takes = num_experts <= topk.MAX_EXPERTS and top_k <= topk.MAX_HASHED
     if not (takes and has_dispatch_kernels("auto", token_ids.device)):
         return fallback.hash_route(token_ids, num_experts, top_k, seed=seed)
     num_tokens, ids = len(token_ids), token_ids.to(torch.int64).contiguous()
     (experts,) = _integers(token_ids, (num_tokens, top_k))
-    kernel, numbers = hashing.hash_kernel(num_experts, top_k), (hashing.start_of(seed), num_tokens)
+    kernel, numbers = topk.hash_kernel(num_experts, top_k), (topk.start_of(seed), num_tokens)
     return kernel.over(num_tokens, place_of(ids), (ids,), *numbers, made=experts)

@@ -23,7 +23,7 @@ from blazeproto.autograd.checks import check_dense
 from blazeproto.autograd.operators import on_another_gpu
 from blazeproto.autograd.private import refuse_transforms, saved_by_export, unobserved
 from blazeproto.router import fallback, ops
-from blazeproto.router.bias import check_load, in_fp32, own_fp32, unrounded, updated_bias
+from blazeproto.router.bias import check_load, in_fp32, unrounded, updated_bias
 from blazeproto.router.choices import Choice, Hash, TokenRounding, make_choice
 from blazeproto.router.kinds import MASK_32
 from blazeproto.router.linear import router_logits
@@ -125,13 +125,12 @@ class Router(nn.Module):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"dtype: expected a floating-point torch.dtype or None, got {dtype!r}")
         check_device(device)
-        self.choice = _choice(choose, choose_options)
+        self.choice = make_choice(choose, choose_options, router_keywords())
         if self.choice is not None and self.choice.LOAD_IS_CHOSEN:
-            name, rates = type(self.choice).__name__, (aux_loss, bias_update_rate)
-            expected = f"0 with {name}, where scores do not make the load"
+            by, rates = f"with {type(self.choice).__name__}, where", (aux_loss, bias_update_rate)
+            expected = f"0 {by} scores do not make the load"
             checks.require(not any(rates), "aux_loss, bias_update_rate", expected, rates)
-            expected = f"None with {name}, where tokens do not rank experts"
-            checks.require(num_groups is None, "num_groups", expected, num_groups)
+            checks.require(num_groups is None, "num_groups", f"None {by} tokens do not rank experts", num_groups)
 
         self.score = score
         by_choice = renormalize is None and top_k > 1 and self.choice is not None and self.choice.RENORMALIZES
@@ -168,10 +167,7 @@ class Router(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Router:
         """What `to`, `half`, `cuda`, `to_empty` and the like do, but that ``expert_bias`` keeps its values when it is cast."""
         bias = self._bias()
-        super()._apply(fn, recurse)
-        moved = self.expert_bias
-        if bias is not None and moved is not None and moved.dtype != torch.float32:
-            self.expert_bias = unrounded(moved, bias)
+        super()._apply(lambda t: unrounded(fn(t), bias) if t is self.expert_bias else fn(t), recurse)
         self._bias()
         return self
 
@@ -183,7 +179,7 @@ class Router(nn.Module):
         self._bias()
         super()._load_from_state_dict(*args, **kwargs)
         if self.expert_bias is not None:
-            self.expert_bias = own_fp32(self.expert_bias)
+            self.expert_bias = self.expert_bias.float()  # with assign=True a checkpoint's tensor, which stays as it is
         self._bias()
 
     def extra_repr(self) -> str:
@@ -281,13 +277,11 @@ class Router(nn.Module):
                 )
         if x.device != self.weight.device:
             raise ValueError(f"x: expected device {self.weight.device} (the router's weight), got {x.device}")
-        if mask is not None:
-            check_by_token("mask", mask, x.shape[0], x.device)
-        if token_ids is None:
-            if isinstance(self.choice, Hash):
-                raise ValueError("token_ids: expected T integers for hash routing, got None")
-        else:
-            check_by_token("token_ids", token_ids, x.shape[0], x.device)
+        for name, by_token in (("mask", mask), ("token_ids", token_ids)):
+            if by_token is not None:
+                check_by_token(name, by_token, x.shape[0], x.device)
+        if token_ids is None and isinstance(self.choice, Hash):
+            raise ValueError("token_ids: expected T integers for hash routing, got None")
 
 
 def check_by_token(name: str, tensor: Tensor, num_tokens: int, device: torch.device) -> None:
@@ -317,19 +311,6 @@ def router_keywords() -> list[str]:
     return [name for name in inspect.signature(Router).parameters if name != "choose_options"]
 
 
-def _choice(choose: str | Choice, options: dict[str, Any]) -> Choice | None:
-    """The choice that `Router` was asked for; every keyword that is not Router's own arrives in ``options``."""
-    keywords = router_keywords()
-    if isinstance(choose, str):
-        return make_choice(choose, options, keywords)
-    if not isinstance(choose, Choice):
-        raise TypeError(f"choose: expected a name or a choice object, got {choose!r}")
-    if options:
-        near = "".join(checks.nearest(name, keywords) for name in sorted(options)[:1])
-        raise TypeError(f"choose: a choice object carries its own options, got {sorted(options)} too{near}")
-    return choose
-
-
 def dropped_share(load: Tensor, chosen_load: Tensor | None) -> Tensor | None:
     """The share of the token choice's pairs that did not run, () fp32, of loads (E,) before and after. An expert that has more
     pairs than had chosen it has dropped none."""
@@ -338,6 +319,7 @@ def dropped_share(load: Tensor, chosen_load: Tensor | None) -> Tensor | None:
     return (chosen_load - load).clamp(min=0).sum().float() / chosen_load.sum().clamp(min=1)
 
 
+@torch.no_grad()
 def routing_stats(routing: Routing, top_k: int | None = None) -> dict[str, Tensor]:
     """Scalars on the device to log, none of them with a gradient, of what a router returned (``routing``).
 
@@ -349,20 +331,18 @@ def routing_stats(routing: Routing, top_k: int | None = None) -> dict[str, Tenso
     checks.instance("routing", routing, Routing)
     if top_k is not None:
         checks.integer("top_k", top_k, least=1)
-    with torch.no_grad():
-        (num_tokens, num_experts), mask = routing.logits.shape, routing.mask
-        load = routing.load.to(torch.float32)
-        total = load.sum()
-        entropies = torch.special.entr(torch.log_softmax(routing.logits, dim=1).exp())
-        tokens: Any = max(num_tokens, 1)
-        if mask is not None:
-            entropies, tokens = entropies.where(mask[:, None], 0), mask.sum().clamp(min=1)
-        stats = {"balance": load.amax() * num_experts / total.clamp(min=1), "entropy": entropies.sum() / tokens}
-        if top_k is not None:
-            stats["pairs"] = total / (tokens * top_k)
-        if (dropped := routing.dropped) is not None:
-            stats["dropped"] = dropped
-        return stats
+    (num_tokens, num_experts), mask = routing.logits.shape, routing.mask
+    load = routing.load.to(torch.float32)
+    entropies = torch.special.entr(torch.log_softmax(routing.logits, dim=1).exp())
+    tokens: Any = max(num_tokens, 1)
+    if mask is not None:
+        entropies, tokens = entropies.where(mask[:, None], 0), mask.sum().clamp(min=1)
+    stats = {"balance": load.amax() * num_experts / load.sum().clamp(min=1), "entropy": entropies.sum() / tokens}
+    if top_k is not None:
+        stats["pairs"] = load.sum() / (tokens * top_k)
+    if routing.dropped is not None:
+        stats["dropped"] = routing.dropped
+    return stats
 
 
 # What `scripts/train_lm.py --router NAME` and `MoE(router=NAME)` offer, as options of `Router`; `make_router` knows K = 1.

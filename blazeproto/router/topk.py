@@ -1,19 +1,21 @@
-"""``topk_route``: router logits to the K best experts of each token and their scores, and the gradient back. One
-kernel each.
+"""K experts for each token. ``topk_route``: the best by router logits, their scores, and the gradient back. ``hash_route``: by a
+hash of the token's id. One kernel each.
 
-    logits (T, E) --> scores (T, K) fp32, experts (T, K) int32, best first      kernels and pictures: topk_kernels.py
+    logits (T, E)  --> scores (T, K) fp32, experts (T, K) int32, best first     kernels and pictures: topk_kernels.py
+    token ids (T,) --> experts (T, K) int32                                     kernel: hash_kernels.py
 
-Plain functions on device arrays: whoever differentiates wraps the two.
+Plain functions on device arrays: the autograd wrapper is in ops.py.
 """
 
 from functools import lru_cache
 from typing import Any
 
+from blazeproto.router.kinds import GOLDEN, MASK_32
 from blazeproto.router.public import RowKernel, public
 from blazeproto.router.scores import SCORES, Score, renormalizes, score_named
 from blazeproto.runtime import arrays, checks
 
-MAX_TOP_K, MAX_EXPERTS, MAX_GROUPS = 16, 1024, 32
+MAX_TOP_K, MAX_HASHED, MAX_EXPERTS, MAX_GROUPS = 16, 32, 1024, 32  # MAX_HASHED: K of `hash_route`
 THREADS = 256  # of a block
 MIN_BLOCKS = 3  # on a multiprocessor, of topk_route, which bounds its registers
 MAX_BLOCKS = 132 * 32  # then a block goes on with further tokens
@@ -35,11 +37,10 @@ def route_kernel(
     top_groups: int = 1,
 ) -> RowKernel:
     """`topk_kernels.topk_route` for these logits; where there is no bias, any address will do for it."""
-    num_experts = logits.shape[1]
     # Whether all rows begin at multiples of 16 bytes and hold whole groups of eight: then a load takes 16 bytes.
-    aligned = num_experts % 8 == 0 and (arrays.simulated() or logits.data_ptr() % 16 == 0)
+    aligned = logits.shape[1] % 8 == 0 and (arrays.simulated() or logits.data_ptr() % 16 == 0)
     options = score, renormalize, scale, biased, logits.dtype == "bfloat16", aligned
-    return forward_kernel(num_experts, top_k, *options, num_groups, top_groups)
+    return forward_kernel(logits.shape[1], top_k, *options, num_groups, top_groups)
 
 
 @lru_cache(maxsize=256)
@@ -217,6 +218,59 @@ def topk_route_backward(
 
     The choice itself passes no gradient, and neither does a bias. A token with a NaN or infinite logit gets zeros.
     score, renormalize, scale: as in the forward.  out: (T, E) of the logits' dtype, to fill.
+
+    stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
+    expected and what came.
+    """
+
+
+# --- Hash --------------------------------------------------------------------------------------------------------------------
+
+
+def start_of(seed: int) -> int:
+    """The 32-bit word that is added to every token id."""
+    return GOLDEN * (seed + 1) & MASK_32
+
+
+@lru_cache(maxsize=256)
+def hash_kernel(num_experts: int, top_k: int) -> RowKernel:
+    """`hash_kernels.hash_route` for one E and K. A warp has a token."""
+    from blazeproto.router import hash_kernels
+
+    return RowKernel(
+        hash_kernels.hash_route,
+        "int64* int32* int64 int64",
+        threads=THREADS,
+        rows=THREADS // 32,
+        most_blocks=MAX_BLOCKS,
+        num_experts=num_experts,
+        top_k=top_k,
+    )
+
+
+def _check_hash(sizes: dict[str, Any], call: dict[str, Any]) -> None:
+    num_experts, top_k, _ = (checks.integer(name, call[name]) for name in ("num_experts", "top_k", "seed"))
+    checks.require(1 <= num_experts <= MAX_EXPERTS, "num_experts", f"1 to {MAX_EXPERTS}", num_experts)
+    most = min(MAX_HASHED, num_experts)
+    checks.require(1 <= top_k <= most, "top_k", f"1 to {most} for E={num_experts}", top_k)
+
+
+@public(
+    {"token_ids": "int64 T"},
+    {"experts": "int32 T top_k"},
+    _check_hash,
+    lambda place, call, *arrays: hash_kernel(call["num_experts"], call["top_k"]).over(
+        call["T"], place, arrays, start_of(call["seed"]), call["T"]
+    ),
+)
+def hash_route(
+    token_ids: Any, num_experts: int, top_k: int, *, seed: int = 0, out: Any = None, stream: int | None = None
+) -> Any:
+    """Experts by a hash of the token's id: those with the K largest weights, ties to the lower. Roller et al. 2021, §3.1.
+
+    token_ids (T,) int64 → experts (T, K) int32.
+
+    num_experts, top_k: E, up to 1024, and K, up to 32.  seed: of the hash.  out: (T, K) int32, to fill.
 
     stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
     expected and what came.

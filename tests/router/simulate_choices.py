@@ -22,10 +22,10 @@ from blazeproto.router import (
     choose_pairs,
     fallback,
     hash_route,
-    hashing,
     pairs,
     score_pairs,
     score_pairs_backward,
+    topk,
 )
 from blazeproto.router.kinds import RULES, WAYS
 from blazeproto.runtime import arrays
@@ -101,7 +101,7 @@ def check_scores(
     hashed: Sequence[tuple[int, int]] = ((1, 1), (7, 7), (40, 3), (100, 5)),
 ) -> Iterator[str]:
     """shapes: (T, E), of scores and their gradients.  hashed: (E, K)."""
-    pairs.THREADS = hashing.THREADS = 32
+    pairs.THREADS = topk.THREADS = 32
     rng = np.random.default_rng(0)
     for num_tokens, num_experts in shapes:
         logits = rng.standard_normal((num_tokens, num_experts)).astype(np.float32) * 3

@@ -60,11 +60,10 @@ def play_kernels(patch: pytest.MonkeyPatch) -> set[str]:
         fill(operands[-2:] if isinstance(computed, tuple) else operands[-1:], computed)
         return made
 
-    def launch_losses(place: Any, operands: tuple[torch.Tensor, ...], *options: Any) -> None:
+    def launch_losses(place: Any, operands: tuple[torch.Tensor, ...], **options: Any) -> None:
         launched.add("routing_losses")
         logits, experts, *outputs, _ = operands
-        named = dict(zip(losses.OPTIONS, options, strict=True))
-        fill(outputs, fallback.routing_losses(logits.detach(), experts, **named))
+        fill(outputs, fallback.routing_losses(logits.detach(), experts, **options))
 
     def launch_choice(
         place: Any, operands: tuple[Any, ...], by: str, options: Sequence[float], size: Any, limits: Any

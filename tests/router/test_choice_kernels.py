@@ -13,7 +13,7 @@ from simulator import simulate
 from stand_ins import play_kernels
 from test_topk import check_kernel, fresh_cache, on_device  # noqa: F401  fresh_cache is a fixture
 
-from blazeproto.router import choose_pairs, fallback, hash_route, hashing, ops, pairs, score_pairs
+from blazeproto.router import choose_pairs, fallback, hash_route, ops, pairs, score_pairs, topk
 from blazeproto.router.choices import Capacity, ExpertChoice, TokenRounding
 from blazeproto.router.fallback import choose_top_k
 from blazeproto.router.kinds import RULES, WAYS
@@ -191,7 +191,7 @@ def test_scoring_compiles(fresh_cache: None, score: str, together: bool) -> None
 
 
 def test_hashing_compiles(fresh_cache: None) -> None:  # noqa: F811
-    check_kernel(hashing.hash_kernel(128, 8))
+    check_kernel(topk.hash_kernel(128, 8))
 
 
 @pytest.mark.slow

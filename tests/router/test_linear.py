@@ -30,8 +30,7 @@ def test_kernels_compile(num_experts, tmp_path, monkeypatch):
     monkeypatch.setenv("BLAZEPROTO_CACHE", str(tmp_path))
     score, masked = ("sigmoid", False) if num_experts in (37, 128) else ("softmax_topk", True)
     for kernel in (
-        *losses.forward_kernels(num_experts, score, True, True, masked),
-        losses.backward_kernel(num_experts, score, True, True, masked),
+        *losses.kernels(num_experts, score, True, True, masked),
         logits.finish_kernel(num_experts),
         logits.split_kernel(num_experts, 3),
     ):

@@ -13,7 +13,7 @@ import blazeproto
 PACKAGE = Path(blazeproto.__file__).parent
 ROUTER = (
     *("kinds", "scores", "topk", "topk_kernels", "best"),
-    *("pairs", "select_kernels", "pair_kernels", "hashing", "hash_kernels"),
+    *("pairs", "select_kernels", "pair_kernels", "hash_kernels"),
 )
 MODULES = [
     *(

@@ -123,18 +123,17 @@ def test_where_the_compiler_fails_on_lines_there_are_none(tmp_path: Path, monkey
 )
 def test_dispatch_and_router_compile_for_every_capability_from_8_0_on(capability: tuple[int, int]) -> None:
     from blazeproto.dispatch import dense, limit, tiled
-    from blazeproto.router import hashing, logits, losses, pairs, topk
+    from blazeproto.router import logits, losses, pairs, topk
 
     kernels = [*tiled.kernels(1000, 2, 16, "int32"), *dense.kernels(1000, 2, 16, "int64"), limit.KERNEL]
     kernels += [topk.forward_kernel(16, 2, "sigmoid", True, 1.0, True, False, True)]
-    kernels += [topk.backward_kernel(16, 2, "sigmoid", True, 1.0, False), hashing.hash_kernel(16, 2)]
+    kernels += [topk.backward_kernel(16, 2, "sigmoid", True, 1.0, False), topk.hash_kernel(16, 2)]
     kernels += [
         logits.finish_kernel(16),
         logits.split_kernel(16, 2),
-        losses.backward_kernel(16, "softmax_topk", True, True, True),
     ]
     kernels += [
-        *losses.forward_kernels(16, "softmax_topk", True, True, True),
+        *losses.kernels(16, "softmax_topk", True, True, True),
         pairs.score_kernel(16, "sigmoid", True, 1.0),
     ]
     kernels += filter(None, pairs.choosing_kernels(16, 2, "score", True))
