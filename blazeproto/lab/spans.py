@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from blazeproto.lab.svg import Picture, blank
-from blazeproto.runtime.optional import need
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -118,82 +117,67 @@ class Timeline(Picture):
         }
 
     def figure(self) -> Figure:
-        """A row a warp, a colour for each kind of span, inner spans over outer ones."""
-        return drawing(self)
+        """A row a warp; nested spans lie over those that they are within, and are lower."""
+        labels, legend = self._labels(), self._legend()
+        rows = {warp: row for row, warp in enumerate(labels)}
+        made, ax = blank(WIDTH, ROW * (len(rows) + len(legend) / 2 + 5), self._heading())
+        from matplotlib.patches import Patch
+
+        for warp, depth in sorted({(span.warp, span.depth) for span in self.spans}):
+            spans = [span for span in self.spans if (span.warp, span.depth) == (warp, depth)]
+            height = max(HEIGHT - 2 * INSET * max(0, depth - 1), INSET)
+            ax.broken_barh(
+                [(span.begin, span.cycles) for span in spans],
+                (rows[warp] - height / 2, height),
+                facecolors=[LOOKS[span.what if depth else OTHER][1] for span in spans],
+                edgecolors="face",  # so that no span vanishes
+                linewidth=0.3,
+                zorder=depth + 1,
+                gid=f"warp {warp}, depth {depth}",
+            )
+        for warp, tile, clock in self.tile_begins:
+            ax.vlines(clock, rows[warp] - 0.5, rows[warp] + 0.5, "black", zorder=10)
+            if rows[warp] == 0:
+                ax.text(clock, -0.6, f"tile {tile}", size=8)
+        ax.set_yticks([*rows.values()], [*labels.values()])
+        ax.set_xlabel(f"time in {self.unit}; a black line: the warp's next tile begins", size=8)
+        ax.grid(axis="x", color="#d0d0d0")
+        patches = [Patch(color=LOOKS[what][1], label=LOOKS[what][2]) for what in legend]
+        made.legend(handles=patches, loc="outside lower left", ncols=2, frameon=False, fontsize=8)
+        return made
 
     def __repr__(self) -> str:
-        return text(self)
+        """A line a warp, a letter for what it did most of the time; | where it goes on to the next tile."""
+        labels = self._labels()
+        width = max(map(len, labels.values()), default=0)
+        per_column = max(1, -(-self.cycles // COLUMNS))
+        lines = [self._heading(), f"{'':{width}}  a letter is {per_column} {self.unit}; | a tile begins"]
+        begins = {(warp, clock // per_column) for warp, _, clock in self.tile_begins}
+        for warp, label in labels.items():
+            cells = [Counter[str]() for _ in range(-(-self.cycles // per_column))]
+            for what, begin, end in self.innermost(warp):
+                for column in range(begin // per_column, min(len(cells), -(-end // per_column))):
+                    at = column * per_column
+                    cells[column][what] += min(end, at + per_column) - max(begin, at)
+            letters = [LOOKS[cell.most_common(1)[0][0]][0] if cell else " " for cell in cells]
+            row = ["|" if (warp, column) in begins else letter for column, letter in enumerate(letters)]
+            lines.append(f"{label:{width}}  {''.join(row).rstrip()}")
+        lines += ["", *(f"  {LOOKS[what][0]}  {LOOKS[what][2]}" for what in self._legend() if what != OTHER), ""]
+        for role, shares in self.summary().items():
+            lines.append(f"{role}: " + ", ".join(f"{what} {share:.0%}" for what, share in shares.items()))
+        return "\n".join(lines)
 
+    # --- Parts of pictures ------------------------------------------------------------------------------------
 
-# --- Pictures -------------------------------------------------------------------------------------------------------------
+    def _labels(self) -> dict[int, str]:
+        """By warp."""
+        return {warp: f"{role}, warp {warp}" for warp, role in self.warps.items()}
 
+    def _heading(self) -> str:
+        cut = "" if self.complete else "; memory for records was full before that"
+        tiles = len({tile for _, tile, _ in self.tile_begins})  # it may compute fewer than were asked for
+        return f"{self.kernel}, CTA {self.cta}: {tiles} tiles, {self.cycles} {self.unit}{cut}"
 
-def _label(timeline: Timeline, warp: int) -> str:
-    return f"{timeline.warps[warp]}, warp {warp}"
-
-
-def _heading(timeline: Timeline) -> str:
-    cut = "" if timeline.complete else "; memory for records was full before that"
-    tiles = len({tile for _, tile, _ in timeline.tile_begins})  # it may compute fewer than were asked for
-    return f"{timeline.kernel}, CTA {timeline.cta}: {tiles} tiles, {timeline.cycles} {timeline.unit}{cut}"
-
-
-def _legend(timeline: Timeline) -> list[str]:
-    seen = {what for warp in timeline.warps for what, _, _ in timeline.innermost(warp)}
-    return [what for what in LOOKS if what in seen]
-
-
-def text(timeline: Timeline) -> str:
-    """A line a warp, a letter for what it did most of the time; | where it goes on to the next tile."""
-    width = max((len(_label(timeline, warp)) for warp in timeline.warps), default=0)
-    per_column = max(1, -(-timeline.cycles // COLUMNS))
-    lines = [_heading(timeline), f"{'':{width}}  a letter is {per_column} {timeline.unit}; | a tile begins"]
-    begins = {(warp, clock // per_column) for warp, _, clock in timeline.tile_begins}
-    for warp in timeline.warps:
-        cells = [Counter[str]() for _ in range(-(-timeline.cycles // per_column))]
-        for what, begin, end in timeline.innermost(warp):
-            for column in range(begin // per_column, min(len(cells), -(-end // per_column))):
-                at = column * per_column
-                cells[column][what] += min(end, at + per_column) - max(begin, at)
-        letters = [LOOKS[cell.most_common(1)[0][0]][0] if cell else " " for cell in cells]
-        row = ["|" if (warp, column) in begins else letter for column, letter in enumerate(letters)]
-        lines.append(f"{_label(timeline, warp):{width}}  {''.join(row).rstrip()}")
-    lines += ["", *(f"  {LOOKS[what][0]}  {LOOKS[what][2]}" for what in _legend(timeline) if what != "other"), ""]
-    for role, shares in timeline.summary().items():
-        lines.append(f"{role}: " + ", ".join(f"{what} {share:.0%}" for what, share in shares.items()))
-    return "\n".join(lines)
-
-
-def drawing(timeline: Timeline) -> Figure:
-    """A row a warp; nested spans lie over those that they are within, and are lower."""
-    need("matplotlib")
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    legend = _legend(timeline)
-    rows = {warp: row for row, warp in enumerate(timeline.warps)}
-    ax = blank(WIDTH, ROW * (len(rows) + len(legend) / 2 + 5), _heading(timeline))
-    for warp, depth in sorted({(span.warp, span.depth) for span in timeline.spans}):
-        spans = [span for span in timeline.spans if (span.warp, span.depth) == (warp, depth)]
-        height = max(HEIGHT - 2 * INSET * max(0, depth - 1), INSET)
-        ax.broken_barh(
-            [(span.begin, span.cycles) for span in spans],
-            (rows[warp] - height / 2, height),
-            facecolors=[LOOKS[span.what if depth else OTHER][1] for span in spans],
-            edgecolors="face",  # so that no span vanishes
-            linewidth=0.3,
-            zorder=depth + 1,
-            gid=f"warp {warp}, depth {depth}",
-        )
-    for warp, tile, clock in timeline.tile_begins:
-        ax.vlines(clock, rows[warp] - 0.5, rows[warp] + 0.5, "black", zorder=10)
-        if rows[warp] == 0:
-            ax.text(clock, -0.6, f"tile {tile}", size=8)
-    ax.set_yticks(range(len(rows)), [_label(timeline, warp) for warp in rows])
-    ax.set_xlabel(f"time in {timeline.unit}; a black line: the warp's next tile begins", size=8)
-    ax.grid(axis="x", color="#d0d0d0")
-    made = ax.figure
-    assert isinstance(made, Figure)
-    patches = [Patch(color=LOOKS[what][1], label=LOOKS[what][2]) for what in legend]
-    made.legend(handles=patches, loc="outside lower left", ncols=2, frameon=False, fontsize=8)
-    return made
+    def _legend(self) -> list[str]:
+        seen = {what for warp in self.warps for what, _, _ in self.innermost(warp)}
+        return [what for what in LOOKS if what in seen]
