@@ -246,7 +246,7 @@ def _call_of(layer: MoE, tokens: Tensor, routing: Any, dtype: torch.dtype, wante
         fused_backward=layer.combine == "fused_both",
         bias=layer.down_proj_bias is not None,
         shared=0 if layer.shared_expert is None else layer.shared_expert.down_proj.shape[1],
-        router="top_k" if by_top_k else "choice" if ours else "other",
+        router="top-k" if by_top_k else "choice" if ours else "other",
         losses=ours and any(coefficients),
         wanted=wanted,
         in_fp8="" if layer.precision == "bf16" else _weights_in_fp8(layer, wanted),

@@ -118,7 +118,7 @@ def _router(layer: MoE, x: Tensor, routing: Any, of: LayerCall) -> dict[tuple[st
             (True, True), d_logits, x, weight, None, logits
         ),
     }
-    if of.router != "top_k":
+    if of.router != "top-k":
         return calls
     score = (router.score, router.renormalize, router.scale)
     losses = (router.score, router.aux_loss, router.z_loss, False)
