@@ -10,17 +10,17 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from blazeproto.activations import activation_named
 from blazeproto.dispatch import Dispatch
-from blazeproto.gemm import PRODUCTS, Kernel, Sizes, TileConfig
+from blazeproto.gemm import PRODUCTS, Sizes, TileConfig
 from blazeproto.gemm.arguments import LOW, Array
 from blazeproto.gemm.e4m3 import Quantized, from_e4m3, scales_shape, to_e4m3
-from blazeproto.gemm.product import Build, Product
+from blazeproto.gemm.product import Product
 from blazeproto.gemm.tiles import BF16, E4M3, TILES, Element
 
 SIMPLE_TILE = (128, 256)  # lines and columns that a mismatch map puts together where a kernel has no tiles
@@ -291,23 +291,6 @@ def calls_of(case: Case) -> list[Call]:
     return [call for call in LAYER if not call.needs or getattr(case, call.needs) is not None]
 
 
-class Setting(NamedTuple):
-    """A product, and what decides its kernel."""
-
-    product: str
-    sizes: Sizes
-    activation: str
-    config: TileConfig | None
-    element: Element = BF16
-
-    def kernels(self, build: Build) -> list[Kernel]:
-        """Those that a call launches, the main one first."""
-        entry = PRODUCTS[self.product]
-        tiles = self.config or entry.tiles_of(self.sizes, self.element)
-        variant = entry.variant._replace(activation=self.activation, element=self.element)
-        return entry.launches(self.sizes, tiles, variant, build)
-
-
 def everything_read(case: Case, given: dict[str, Tensor]) -> dict[str, Tensor | None]:
     """Every input of a call, by name."""
     arrays = {name: getattr(case, name) for name in LAYERS_OWN} | case.drawn | given
@@ -344,22 +327,16 @@ class Poisoned:
         size = output.dtype.itemsize * prod(output.shape) // 2
         self.words = torch.empty(2 * guard + size, dtype=torch.int16, device=device)
         self.guards = (self.words[:guard], self.words[guard + size :])
-        self.values = self.words[guard : guard + size].view(output.dtype).view(output.shape)
-        self.zeroed = output.zeroed
+        self.values, self.output = self.words[guard : guard + size].view(output.dtype).view(output.shape), output
 
     def poison(self) -> None:
         self.words.fill_(POISON)
-        if self.zeroed:
+        if self.output.zeroed:
             self.values.zero_()
 
-    def touched(self) -> Tensor:
-        """(2,) int64: elements of 16 bits that were written before the output and after it."""
-        return torch.stack([(guard != POISON).sum() for guard in self.guards])
-
-    def spare(self, used: int | None) -> Tensor:
-        """() int64: elements of 16 bits that were written from line ``used`` on; None: there are no such lines."""
-        if used is None:
-            return self.words.new_zeros((), dtype=torch.int64)
-        line = self.values[0].numel() * self.values.element_size() // 2
-        end = self.words.numel() - self.guards[1].numel()
-        return (self.words[self.guards[0].numel() + used * line : end] != POISON).sum()
+    def touched(self, used: int | None = None) -> Tensor:
+        """(3,) int64: elements of 16 bits that were written before the output, after it, and from its line ``used`` on; None:
+        all lines are in use."""
+        begin, end = self.guards
+        spare = self.values[len(self.values) if used is None else used :].flatten().view(torch.int16)
+        return torch.stack([(words != POISON).sum() for words in (begin, end, spare)])

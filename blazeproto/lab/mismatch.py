@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from blazeproto.lab.bounds import Reference
-from blazeproto.lab.calls import Case, Output, Poisoned
+from blazeproto.lab.calls import Case, Output
 from blazeproto.lab.verdict import Mismatch, Neighbour, Tile, TileMap, Verdict
 
 SHOWN = 10  # mismatches
@@ -74,25 +73,6 @@ class Found(NamedTuple):
     got: Tensor  # and its value, or the first run's
     differs: Tensor  # whether a run differed from the first one in a bit,
     other: Tensor  # and its value
-
-
-class Inputs(NamedTuple):
-    """What runs read and are compared with: made once, kept where the kernel runs. sums: of the bits of all that is read.
-    yardstick: quantized outputs, with what rounding alone does to them."""
-
-    case: Any
-    given: dict[str, Tensor]
-    outputs: dict[str, Output]
-    memory: dict[str, Poisoned]
-    references: dict[str, Reference]
-    places: dict[str, Places]
-    read: dict[str, Tensor | None]
-    sums: dict[str, int]
-    yardstick: Mapping[str, Tensor] = MappingProxyType({})
-
-    def used(self, name: str) -> int | None:
-        """Lines of an output that are in use, where not all are."""
-        return len(self.case.row_pair) if self.outputs[name].index == "row" else None
 
 
 class Comparison:

@@ -1,14 +1,16 @@
-"""Calls of products (`lab.calls`) with torch tensors of a CPU, launched on a `blazeproto.lab.target.Machine`.
+"""Calls of products on a `blazeproto.lab.target.Machine`: with torch tensors of a CPU, and with a person who waits for them.
 
-case = make_case(sizes, device="cpu")
 machine = Machine(seed=1)
-run(machine, CALLS["up_forward"], case, given, out)         # ``out`` holds what the kernels made of it
-machine.reports[-1]                                         # races, steps
+launch(machine, gemm.combine, y=y, dispatch=dispatch, out=out)     # ``out`` holds what the kernel made of it
+machine.reports[-1]                                                # races, steps
+
+`Attended` says how long runs take, how far they are and what they found. It writes to stderr: a line beforehand, and where that
+is a terminal a bar. Ctrl-C ends a run; the next one begins anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,35 +19,27 @@ from torch import Tensor
 
 from blazeproto.blocksparse.topology import Topology
 from blazeproto.dispatch import Dispatch
-from blazeproto.gemm import TileConfig, product
 from blazeproto.gemm.e4m3 import Quantized
-from blazeproto.gemm.product import PACKAGE, Build
-from blazeproto.lab.calls import Call, Case
-from blazeproto.lab.target import Machine
+from blazeproto.lab.target import Machine, MachineError
+from blazeproto.lab.verdict import Verdict  # before rich, for it says how to install that
 from blazeproto.runtime.target import launches_on
 
+# isort: split
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-def run(
-    machine: Machine,
-    call: Call,
-    case: Case,
-    given: Mapping[str, Tensor],
-    out: Mapping[str, Tensor],
-    config: TileConfig | None = None,
-    build: Build = PACKAGE,
-) -> None:
-    """One call, into ``out``, by its kernels as ``build`` has them.
-
-    case, given: the inputs, row arrays of all R rows, on a CPU.  out: as `Call.run` has it; a workspace that is not in it, the
-    machine makes, as memory that nobody wrote.  config: tiles; default: those that a layer takes.
-    Raises what `ptxsim.run` raises.
-    """
-    with product.alone({call.product: build}):
-        launch(machine, call.entry.run, **call.arguments(case, given, out, config))
+TILES_A_CTA = 4  # so that a CTA goes from tile to tile, as on a GPU, and the bar moves
+MOST_CTAS = 132  # multiprocessors of an H200
+# Measured on one core of a server, races watched: seconds and warp instructions, within a factor of two.
+SECONDS_A_STEP = 2e-5
+STEPS_AN_OUTPUT, STEPS_AN_OPERATION, STEPS_A_BYTE = 0.25, 0.33e-3, 1 / 16
 
 
 def launch(machine: Machine, function: Callable[..., Any], **arguments: Any) -> None:
-    """``function(**arguments)`` of dispatch, gemm or router, of tensors of a CPU, which it reads and writes where they lie."""
+    """``function(**arguments)`` of dispatch, gemm or router, of tensors of a CPU, which it reads and writes where they lie.
+
+    An output or workspace that is not given, the machine makes, as memory that nobody wrote. Raises what `ptxsim.run` raises.
+    """
     with launches_on(machine):
         function(**{name: hosted(value) for name, value in arguments.items()})
 
@@ -62,3 +56,51 @@ def hosted(value: Any) -> Any:
     if isinstance(value, Dispatch | Topology):
         return replace(value, **{name: hosted(part) for name, part in vars(value).items() if isinstance(part, Tensor)})
     return value
+
+
+def seconds_of_tiles(operations: float, outputs: int) -> float:
+    """About what one run takes of a product that is made of tiles. outputs: elements that it writes."""
+    return SECONDS_A_STEP * (STEPS_AN_OUTPUT * outputs + STEPS_AN_OPERATION * operations)
+
+
+def seconds_of_bytes(moved: float) -> float:
+    """About what one run takes of a product that moves so many bytes."""
+    return SECONDS_A_STEP * STEPS_A_BYTE * moved
+
+
+class Attended:
+    """Runs of one product, each with the schedule of its own seed.
+
+    tiles: of the outputs.  seconds: what a run will take.  races, errors: lines of what was found, the same ones once.
+    """
+
+    def __init__(self, product: str, runs: int, tiles: int, seconds: float) -> None:
+        self.product, self.runs, self.seconds = product, runs, seconds
+        self.multiprocessors = min(MOST_CTAS, max(2, tiles // TILES_A_CTA))
+        self.console = Console(stderr=True)
+        self.races, self.errors = dict[str, None](), list[str]()
+        every = f", {runs} runs" if runs > 1 else ""
+        took = f"{max(1, seconds):.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+        self.console.print(f"{product} on the machine: about {took} a run{every}; Ctrl-C ends it", highlight=False)
+
+    def run(self, seed: int, launch: Callable[[Machine], None]) -> bool:
+        """Whether it came to its end. Raises PtxError for what the machine does not know, KeyboardInterrupt on Ctrl-C."""
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        shown = self.console.is_terminal
+        with Progress(*columns, console=self.console, transient=True, disable=not shown) as bar:
+            task = bar.add_task(f"{self.product}, seed {seed}: CTAs")
+            machine = Machine(
+                self.multiprocessors, seed, progress=lambda done, count: bar.update(task, completed=done, total=count)
+            )
+            try:
+                launch(machine)
+            except MachineError as error:
+                self.errors.append(f"seed {seed}: {error.args[0]}")
+                return False
+            finally:
+                self.races |= {str(race): None for report in machine.reports for race in report.races}
+        return True
+
+    def verdict(self, of_outputs: Verdict) -> Verdict:
+        """With what the machine found."""
+        return replace(of_outputs, runs=self.runs, races=tuple(self.races), errors=tuple(self.errors), on_machine=True)

@@ -84,14 +84,15 @@ def check(name: str, sizes: Sizes, seeds: range, config: TileConfig | None = Non
     for machine.seed in seeds:
         for one in memory.values():
             one.poison()
-        on_machine.run(machine, call, case, given, {key: one.values for key, one in memory.items()}, config)
+        arguments = call.arguments(case, given, {key: one.values for key, one in memory.items()}, config)
+        on_machine.launch(machine, call.entry.run, **arguments)
         got = {key: case.in_use(key, memory[key].values) for key in references}
         comparison.add(got)
         if name != "bias_score_grad":  # which adds to what another product makes
             pool.add_all(got, yardstick, {key: exact[key] for key in references})
         for key, one in memory.items():
-            spare = one.spare(len(case.row_pair) if outputs[key].index == "row" else None)
-            wrong += [f"seed {machine.seed}: wrote beside {key}"] if int(one.touched().sum() + spare) else []
+            used = len(case.row_pair) if outputs[key].index == "row" else None
+            wrong += [f"seed {machine.seed}: wrote beside {key}"] if one.touched(used).any() else []
     wrong += of_reports(machine.reports)
     assert not wrong, "\n".join(wrong)
     verdict = comparison.verdict(name)
