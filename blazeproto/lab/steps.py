@@ -8,7 +8,7 @@ weights are read once a chunk, which is not counted. The products' steps are mad
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import compress
 from math import prod
@@ -75,33 +75,21 @@ class Step:
         return cost.floor_ms((self.operations or 0.0) / self.rate, self.bytes_read + self.bytes_written)
 
 
-class Wanted(NamedTuple):
-    """Which gradients a backward makes: of x, the experts' parameters, the router's and the shared expert's."""
-
-    x: bool
-    up_proj: bool
-    up_bias: bool
-    down_proj: bool
-    down_bias: bool
-    router: bool
-    shared_up: bool
-    shared_down: bool
-
-    @property
-    def scores(self) -> bool:
-        """Whether scores and logits need one, on the way to x's or the router's."""
-        return self.x or self.router
-
-    @property
-    def experts(self) -> bool:
-        """Whether the experts have a backward, and keep anything for it."""
-        return any(self[:6])
-
-    def makes(self, name: str) -> bool:
-        """Whether an array of the name that a `Call` has for it is made: in forward every one is."""
-        of = {"dh": self.x or self.up_proj or self.up_bias, "a_scaled": self.down_proj, "d_scores": self.scores}
-        of |= {"d_up": self.up_proj, "d_up_bias": self.up_bias, "d_down": self.down_proj, "d_down_bias": self.down_bias}
-        return (of | dict.fromkeys(("dx_rows", "dx", "dx_fused"), self.x)).get(name, True)
+EXPERTS = ("x", "up_proj", "up_bias", "down_proj", "down_bias", "router")
+"""The gradients for which the experts have a backward, and keep something."""
+SCORES = ("x", "router")
+"""Those for which scores and logits need one, on the way."""
+MADE_FOR = {
+    "dh": ("x", "up_proj", "up_bias"),
+    "a_scaled": ("down_proj",),
+    "d_scores": SCORES,
+    "d_up": ("up_proj",),
+    "d_up_bias": ("up_bias",),
+    "d_down": ("down_proj",),
+    "d_down_bias": ("down_bias",),
+    **dict.fromkeys(("dx_rows", "dx", "dx_fused"), ("x",)),
+}
+"""What backward makes, by the name that a `Call` has for it, and for which gradients."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +104,8 @@ class LayerCall:
     fused, fused_backward: whether `down_forward_fused` and `up_backward_act_fused` sum a token's rows, and not `combine`.
     router: "top-k", "choice" (hashing, token rounding, ...) or "other" (a module of the user's).
     losses: whether an auxiliary loss has a coefficient.
-    wanted: gradients.
+    wanted: whether a gradient is made of x, up_proj, up_bias, down_proj, down_bias, router, shared_up and shared_down, if the
+    layer has them.
     in_fp8: with precision="fp8" when weights are quantized: "each" order before its product, "both" in forward, or "before" the
     call; else "".
     """
@@ -137,8 +126,12 @@ class LayerCall:
     shared: int
     router: str
     losses: bool
-    wanted: Wanted
+    wanted: Mapping[str, bool]
     in_fp8: str = ""
+
+    def wants(self, *names: str) -> bool:
+        """Whether any of these gradients is made."""
+        return any(self.wanted.get(name, False) for name in names)
 
     @property
     def by_pair(self) -> tuple[int, ...]:
@@ -208,7 +201,7 @@ def product_calls(s: LayerCall, phase: str) -> dict[str, Call]:
         for call in LAYER
         if (phase == "backward") == bool(BACKWARD & call.inputs.keys())
         and not call.f32
-        and any(s.wanted.makes(name) for name in call.made)
+        and any(name not in MADE_FOR or s.wants(*MADE_FOR[name]) for name in call.made)
         and not (call.product == "combine" and (s.fused if "scores" in call.inputs else s.fused_backward))
         and call.entry.in_layer is not None
         and any(True for _ in call.entry.in_layer(s.sizes, up, down))
@@ -315,18 +308,14 @@ def _cast_weights(s: LayerCall, phase: str, *which: bool) -> Iterator[Step]:
         yield Step(phase, "weights to x's dtype", masters, s.arrays(*names))
 
 
-def _router_product(s: LayerCall) -> float:
-    return 2.0 * s.sizes.T * s.sizes.d * s.sizes.E
-
-
-def _shared_operations(s: LayerCall, products: int) -> float:
+def _operations(s: LayerCall, width: int, products: int = 1) -> float:
     """products: of (T, d) by (d, width)."""
-    return 2.0 * s.sizes.T * s.sizes.d * s.shared * products
+    return 2.0 * s.sizes.T * s.sizes.d * width * products
 
 
 def _forward(s: LayerCall) -> Iterator[Step]:
-    a, w, phase = s.arrays, s.wanted, "forward"
-    by_experts = w.experts and (w.up_proj or s.save == "recompute")  # x is kept
+    a, experts, scores, phase = s.arrays, s.wants(*EXPERTS), s.wants(*SCORES), "forward"
+    by_experts = experts and (s.wants("up_proj") or s.save == "recompute")  # x is kept
 
     def kept(by: bool, *names: str) -> tuple[Traffic, ...]:
         return a(*names) if by else ()
@@ -335,17 +324,17 @@ def _forward(s: LayerCall) -> Iterator[Step]:
     if s.router == "other":
         yield Step(phase, "router", a("x"), a("S", "experts"), None)
     else:
-        keeps = kept(w.router and not by_experts, "x") + kept(w.scores, "logits")
-        yield Step(phase, "router product", a("x", "router.weight"), a("logits"), _router_product(s), keeps)
-        yield Step(phase, s.router, a("logits"), a("S", "experts") + of_pairs, 0.0, kept(w.scores, "experts"))
+        keeps = kept(s.wants("router") and not by_experts, "x") + kept(scores, "logits")
+        yield Step(phase, "router product", a("x", "router.weight"), a("logits"), _operations(s, s.sizes.E), keeps)
+        yield Step(phase, s.router, a("logits"), a("S", "experts") + of_pairs, 0.0, kept(scores, "experts"))
         if s.losses or s.sizes.K:
-            keeps = kept(s.losses and w.scores, "load")
+            keeps = kept(s.losses and scores, "load")
             yield Step(phase, "load and losses", a("logits", "experts"), a("load"), 0.0, keeps)
     lists = a("expert_pair_indices", "expert_token_offsets", "token_index_map")
-    yield Step(phase, "dispatch", a("experts"), lists, 0.0, lists + of_pairs if w.experts else ())
+    yield Step(phase, "dispatch", a("experts"), lists, 0.0, lists + of_pairs if experts else ())
     yield from _cast_weights(s, phase, True, True)
-    of_up = (array._replace(scale=FP8.h.scale if s.in_fp8 else "") for array in kept(w.experts, *KEPT[s.save]))
-    by_product = dict.fromkeys(("down_forward_fused", "combine"), kept(w.experts, "S"))
+    of_up = (array._replace(scale=FP8.h.scale if s.in_fp8 else "") for array in kept(experts, *KEPT[s.save]))
+    by_product = dict.fromkeys(("down_forward_fused", "combine"), kept(experts, "S"))
     by_product["up_forward"] = (*kept(by_experts, "x"), *of_up)
     for name, call in product_calls(s, phase).items():
         yield from _product(s, call, phase, name, by_product.get(name, ()))
@@ -353,34 +342,34 @@ def _forward(s: LayerCall) -> Iterator[Step]:
         yield Step(phase, "out to x's dtype", a("out", itemsize=4), a("out"))
     if s.shared:
         reads = a("x", "shared up_proj", "shared down", "out")
-        yield Step(phase, "shared expert", reads, a("out"), _shared_operations(s, s.sizes.halves + 1))
+        yield Step(phase, "shared expert", reads, a("out"), _operations(s, s.shared, s.sizes.halves + 1))
 
 
 def _backward(s: LayerCall) -> Iterator[Step]:
-    a, w, phase = s.arrays, s.wanted, "backward"
-    up, down, through = w.shared_up, w.shared_down, w.x or w.shared_up
+    a, phase, x, router, scores = s.arrays, "backward", s.wants("x"), s.wants("router"), s.wants(*SCORES)
+    up, down, through = s.wants("shared_up"), s.wants("shared_down"), s.wants("x", "shared_up")
     if s.shared and (through or down):
-        reads = compress(("dO", "x", "shared up_proj", "shared down"), (True, up, w.x, through))
-        writes = compress(("dX", "d shared up_proj", "d shared down"), (w.x, up, down))
-        products = through + down + s.sizes.halves * (up + w.x)
-        yield Step(phase, "shared expert", a(*reads), a(*writes), _shared_operations(s, products))
-    calls, again = product_calls(s, phase), w.experts and s.save == "recompute"
-    yield from _cast_weights(s, phase, w.x or again, "down_backward_act" in calls)
+        reads = compress(("dO", "x", "shared up_proj", "shared down"), (True, up, x, through))
+        writes = compress(("dX", "d shared up_proj", "d shared down"), (x, up, down))
+        products = through + down + s.sizes.halves * (up + x)
+        yield Step(phase, "shared expert", a(*reads), a(*writes), _operations(s, s.shared, products))
+    calls, again = product_calls(s, phase), s.wants(*EXPERTS) and s.save == "recompute"
+    yield from _cast_weights(s, phase, x or again, "down_backward_act" in calls)
     if again:
         yield from _product(s, CALLS["up_forward"], phase, "up_forward again")
     for name, call in sorted(calls.items(), key=lambda item: bool(s.in_fp8) and item[0] == "down_backward_weight"):
         yield from _product(s, call, phase, name)  # quantized, W_down's gradient is the last
-    if s.fused_backward and w.x:
+    if s.fused_backward and x:
         yield Step(phase, "dX to x's dtype", a("dX", itemsize=4), a("dX"))
-    if s.router == "other" and w.scores:
-        yield Step(phase, "router", a("x", "dS"), a("dX") * w.x, None)
-    elif w.scores:
+    if s.router == "other" and scores:
+        yield Step(phase, "router", a("x", "dS"), a("dX") * x, None)
+    elif scores:
         yield Step(phase, s.router, a("logits", "experts", "dS"), a("dlogits"))
         if s.losses:
             yield Step(phase, "load and losses", a("logits", "load"), a("dlogits"))
             yield Step(phase, "sum of dlogits", a("dlogits", "dlogits"), a("dlogits"))
-        reads = compress(("dlogits", "x", "router.weight"), (True, w.router, w.x))
-        writes = compress(("dX", "d router.weight"), (w.x, w.router))
-        yield Step(phase, "router product", a(*reads), a(*writes), (w.x + w.router) * _router_product(s))
-    if w.x:
+        reads = compress(("dlogits", "x", "router.weight"), (True, router, x))
+        writes = compress(("dX", "d router.weight"), (x, router))
+        yield Step(phase, "router product", a(*reads), a(*writes), _operations(s, s.sizes.E, x + router))
+    if x:
         yield Step(phase, "sum of dX", a("dX", "dX"), a("dX"))
