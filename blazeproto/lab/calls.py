@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -198,12 +198,13 @@ class Call:
             made[name] = Output(
                 array.index,
                 tuple(letters[letter] for letter in array.shape.split()),
-                torch.float32 if self.f32 and array.f32 else self._dtype(case, array),
+                torch.float32 if self.f32 and array.f32 else DTYPES[array.dtype],
                 array.tile(tiles, halves) if array.tile else SIMPLE_TILE,
                 halves if array.shape == "R h" else 1,
                 zeroed=array.added,
             )
             if self.is_quantized(case, array):
+                made[name] = replace(made[name], dtype=torch.float8_e4m3fn)
                 made[f"{name}'s scales"] = Output("", scales_shape(array.scale, made[name].shape), torch.float32)
         letters["quantized"] = case.quantized and spec.quantized
         if case.x.is_cuda and spec.workspace is not None and (lengths := spec.workspace(letters, config)):
@@ -214,23 +215,18 @@ class Call:
         self, case: Case, given: Mapping[str, Tensor], out: Mapping[str, Tensor], config: TileConfig | None = None
     ) -> dict[str, Any]:
         """Those of the product's function.  out: the outputs and the workspace, by the names of `outputs`."""
-        written: dict[str, Any] = {array.name: out[name] for name, array in self.made.items()}
-        for name, array in self.made.items():
-            if self.is_quantized(case, array):
-                written[array.name] = Quantized(out[name], out[f"{name}'s scales"])
-        if "workspace" in out:
-            written["workspace"] = out["workspace"]
+        written: dict[str, Any] = {array.name: self._written(case, name, out) for name, array in self.made.items()}
+        written |= {"workspace": out["workspace"]} if "workspace" in out else {}
         return self.takes(self.entry.run, case, given, config=config, **written)
-
-    def _dtype(self, case: Case, array: Array) -> torch.dtype:
-        return torch.float8_e4m3fn if self.is_quantized(case, array) else DTYPES[array.dtype]
 
     def numbers(self, case: Case, name: str, out: Mapping[str, Tensor]) -> Tensor:
         """An output's numbers, fp32 of a quantized one."""
-        array = self.made[name]
-        if not self.is_quantized(case, array):
-            return out[name]
-        return from_e4m3(torch, Quantized(out[name], out[f"{name}'s scales"]), array.scale)  # type: ignore[no-any-return]
+        made = self._written(case, name, out)
+        return from_e4m3(torch, made, self.made[name].scale) if isinstance(made, Quantized) else made  # type: ignore[no-any-return]
+
+    def _written(self, case: Case, name: str, out: Mapping[str, Tensor]) -> Tensor | Quantized:
+        quantized = self.is_quantized(case, self.made[name])
+        return Quantized(out[name], out[f"{name}'s scales"]) if quantized else out[name]
 
     def run(
         self, case: Case, given: Mapping[str, Tensor], out: Mapping[str, Tensor], config: TileConfig | None = None
