@@ -30,11 +30,11 @@ from blazeproto.gemm.blocks import BLOCK, FIELDS, Blocks
 from blazeproto.gemm.dsd import tiles
 from blazeproto.gemm.product import Build, Variant
 from blazeproto.gemm.tiles import CHUNK, SLAB
-from blazeproto.lab.bounds import TINY, Bounds, Near, Reference, sum_error
+from blazeproto.lab.accuracy import TINY, Bounds, Near, Reference, sum_error
 from blazeproto.lab.calls import Output, Poisoned, sums_of
 from blazeproto.lab.counters import HardwareCounters
-from blazeproto.lab.mismatch import Places
 from blazeproto.lab.oracle import BLOCK_CALLS, make_block_case, operands
+from blazeproto.lab.verdict import Places
 from blazeproto.lab.workbench import Inputs, Workbench
 from blazeproto.runtime import checks
 
@@ -53,7 +53,7 @@ class BlockWorkbench(Workbench):
     seed: of the inputs, which are bf16 at unit scale, what they are multiplied with at 1/√fan-in.
     config: the tiles; default: those that the product takes.  device: "cpu" for the machine where there is a Hopper GPU too.
 
-    A bound of an element is that of sums of products (`lab.bounds`), with as many terms as its row of blocks has, and of one
+    A bound of an element is that of sums of products (`lab.accuracy`), with as many terms as its row of blocks has, and of one
     rounding. ``use`` takes the edited kernel for every call of the function: sdd, dsd or dds.
 
     ValueError or TypeError for what no product takes.

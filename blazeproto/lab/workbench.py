@@ -33,19 +33,17 @@ from blazeproto.gemm.e4m3 import BLOCK
 from blazeproto.gemm.product import Build, Product
 from blazeproto.gemm.recipe import Recipe, name_of
 from blazeproto.gemm.tiles import CHUNK, MAX_EXPERTS
-from blazeproto.lab import on_machine
-from blazeproto.lab.accuracy import far_off
-from blazeproto.lab.bounds import Reference, reference
+from blazeproto.lab import target
+from blazeproto.lab.accuracy import Reference, far_off, reference
 from blazeproto.lab.calls import CALLS, Poisoned, everything_read, sums_of, told_stray
 from blazeproto.lab.counters import HardwareCounters, counters
 from blazeproto.lab.edit import EditedSources
-from blazeproto.lab.mismatch import Comparison, Places, places_of
 from blazeproto.lab.oracle import ROUTINGS, YARDSTICK, evaluate, make_case, pad_rows
 from blazeproto.lab.target import Machine
 from blazeproto.lab.timeline import MACRO as TIMELINE
 from blazeproto.lab.timeline import Timeline, record, record_steps
 from blazeproto.lab.times import ROUNDS, Times, gpu_here, interleaved_ms
-from blazeproto.lab.verdict import Verdict
+from blazeproto.lab.verdict import Comparison, Places, Verdict, places_of
 from blazeproto.runtime import arch, checks
 
 GPU_RUNS = 20
@@ -256,14 +254,16 @@ class Workbench:
         verdict = comparison.verdict(self.product, stray, self.part)
         return attended.verdict(verdict) if attended else verdict
 
-    def _attended(self, runs: int) -> on_machine.Attended:
+    def _attended(self, runs: int) -> target.Attended:
         """For runs on the machine."""
         outputs = [memory.output for memory in self._inputs.memory.values()]
         tiles = sum(prod(output.shape) // prod(output.tile) + self.ragged for output in outputs)
-        seconds = on_machine.seconds_of_tiles(self.operations, sum(prod(output.shape) for output in outputs))
-        if self.entry.kernel is None:
-            seconds = on_machine.seconds_of_bytes(self.entry.least_bytes(self.sizes))
-        return on_machine.Attended(self.product, runs, tiles, seconds)
+        if self.entry.kernel is None:  # it moves bytes
+            steps = target.STEPS_A_BYTE * self.entry.least_bytes(self.sizes)
+        else:
+            steps = target.STEPS_AN_OUTPUT * sum(prod(output.shape) for output in outputs)
+            steps += target.STEPS_AN_OPERATION * self.operations
+        return target.Attended(self.product, runs, tiles, steps)
 
     def time(self, rounds: int = ROUNDS) -> Times:
         """Milliseconds of a call, beside the floor (`blazeproto.cost`) and the package's own kernel, in turn with it.
@@ -358,7 +358,7 @@ class Workbench:
     def _launch(self, build: Build, machine: Machine | None = None) -> None:
         run, arguments = self.entry.run, self._inputs.arguments
         with product.alone({self.entry.name: build}):
-            on_machine.launch(machine, run, **arguments) if machine else run(**arguments)
+            target.launch(machine, run, **arguments) if machine else run(**arguments)
 
     def _in_use(self) -> dict[str, Tensor]:
         """The outputs' numbers."""

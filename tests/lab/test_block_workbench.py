@@ -16,10 +16,9 @@ from blazeproto import MoE
 from blazeproto.blocksparse import SequentialMoE, dMoE
 from blazeproto.gemm import Kernel, TileConfig, product
 from blazeproto.lab import BlockWorkbench, Workbench, explain, times
-from blazeproto.lab.mismatch import Comparison
 from blazeproto.lab.oracle import BLOCK_CALLS, EXACT, evaluate_blocks
 from blazeproto.lab.target import Machine
-from blazeproto.lab.verdict import Verdict
+from blazeproto.lab.verdict import Comparison, Verdict
 
 SMALL = {"k": 136, "m": 72, "device": "cpu"}  # the second is less than a tile
 

@@ -40,11 +40,11 @@ from blazeproto.gemm import (
 from blazeproto.gemm.combine import launch as launch_combine
 from blazeproto.gemm.compile import CUDA_SOURCES, CompileError, Kernel, compile_many
 from blazeproto.gemm.product import Build, Sizes, Variant
-from blazeproto.lab import Workbench, edit, machine_code, on_machine, workbench
-from blazeproto.lab.bounds import Reference, reference
+from blazeproto.lab import Workbench, edit, machine_code, target, workbench
+from blazeproto.lab.accuracy import Reference, reference
 from blazeproto.lab.calls import CALLS, MOST_GUARD, POISON, Case, Output, Poisoned, everything_read, sums_of, told_stray
-from blazeproto.lab.mismatch import Comparison, places_of
 from blazeproto.lab.oracle import EXACT, YARDSTICK, evaluate, make_case
+from blazeproto.lab.verdict import Comparison, places_of
 from blazeproto.runtime import cache as compile_cache
 from blazeproto.runtime import driver
 
@@ -567,8 +567,9 @@ def test_a_tile_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert (mismatch.index, mismatch.row_in_expert) == ((start + 130, 77), 130)
     assert mismatch.token == int(case.row_token[start + 130]) and mismatch.other_run is None
     assert mismatch.got == pytest.approx(mismatch.expected + 1, abs=0.1) and mismatch.bound < 0.1
-    assert [n.column for n in mismatch.beside] == [75, 76, 77, 78, 79] and len(mismatch.above_and_below) == 2
-    assert [n.wrong for n in mismatch.beside] == [False, False, True, False, False]
+    beside = [n for n in mismatch.beside if n.line == start + 130]
+    assert [n.column for n in beside] == [75, 76, 77, 78, 79] and len(mismatch.beside) == 5 + 2
+    assert [n.wrong for n in beside] == [False, False, True, False, False]
     text = repr(verdict)
     assert "expert 2" in text and "row tile 1    x" in text and f"h[{start + 130}, 77]" in text
     assert verdict.experts == [2]
@@ -686,7 +687,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Workbench]:
                 out[output].view(-1)[: value.exact.numel()] = value.exact.flatten().to(out[output].dtype)
             spoil(next(runs), out, inputs.read)
 
-        monkeypatch.setattr(on_machine, "launch", launch)
+        monkeypatch.setattr(target, "launch", launch)
         return bench
 
     return make

@@ -29,13 +29,12 @@ from blazeproto.gemm import (
 )
 from blazeproto.gemm.registry import quantized_kernels
 from blazeproto.gemm.tiles import CHOSEN
-from blazeproto.lab import on_machine, oracle
-from blazeproto.lab.accuracy import Pool
-from blazeproto.lab.bounds import Reference, reference
+from blazeproto.lab import oracle, target
+from blazeproto.lab.accuracy import Pool, Reference, reference
 from blazeproto.lab.calls import CALLS, Case, Poisoned
-from blazeproto.lab.mismatch import Comparison, places_of
 from blazeproto.lab.oracle import EXACT, YARDSTICK, evaluate, make_case, pad_rows
 from blazeproto.lab.target import Machine
+from blazeproto.lab.verdict import Comparison, places_of
 from tests.lab.machine.trials import Logits, Trial, failures, of_reports, stream_k, trial_of, with_tiles
 
 # Three experts have rows, the last one has none. Reductions of TINY are mostly of one stage; those of DEEPER are of a stage and
@@ -85,7 +84,7 @@ def check(name: str, sizes: Sizes, seeds: range, config: TileConfig | None = Non
         for one in memory.values():
             one.poison()
         arguments = call.arguments(case, given, {key: one.values for key, one in memory.items()}, config)
-        on_machine.launch(machine, call.entry.run, **arguments)
+        target.launch(machine, call.entry.run, **arguments)
         got = {key: case.in_use(key, memory[key].values) for key in references}
         comparison.add(got)
         if name != "bias_score_grad":  # which adds to what another product makes
@@ -172,7 +171,7 @@ def seconds_of(sizes: Sizes) -> float:
     times = []
     for _ in range(3):
         began = time.process_time()
-        on_machine.launch(Machine(), up_forward, x=case.x, up_proj=case.up_proj, dispatch=case.dispatch)
+        target.launch(Machine(), up_forward, x=case.x, up_proj=case.up_proj, dispatch=case.dispatch)
         times.append(time.process_time() - began)
     return min(times)
 

@@ -19,12 +19,10 @@ from blazeproto.gemm.arguments import LOW, Array
 from blazeproto.gemm.combine import layout
 from blazeproto.gemm.linear import GROUPED_MM, grouped_mm
 from blazeproto.gemm.specification import Specification
-from blazeproto.lab.accuracy import POOL_ELEMENTS, Pool
-from blazeproto.lab.bounds import Bounds, Near
+from blazeproto.lab.accuracy import POOL_ELEMENTS, Bounds, Near, Pool
 from blazeproto.lab.calls import DTYPES, Case, Output, Poisoned
-from blazeproto.lab.on_machine import launch
 from blazeproto.lab.oracle import EXACT, YARDSTICK, dispatch_fixed, dispatch_varying, make_case
-from blazeproto.lab.target import Machine
+from blazeproto.lab.target import Machine, launch
 from blazeproto.runtime.target import launches_on
 from ptxsim.schedule import Report
 from tests.blocksparse import block_cases
