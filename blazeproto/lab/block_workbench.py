@@ -14,8 +14,6 @@ A map says where in the sparse matrix S (M, N) a wrong element belongs:
 What DDS gives lies transposed: there tiles of columns are the rows or columns of blocks.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 from inspect import signature
 

@@ -4,8 +4,6 @@ What a product reads and writes, its specification says. Here is only what a lay
 them otherwise, and which products it calls twice.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -8,8 +8,6 @@ ncu watches a program from its start, so the product is launched by a process of
     ncu ... python -m blazeproto.lab.watched '{"product": "up_forward", "T": 40960, "d": 768, "n": 256, "E": 128, "K": 8, ...}'
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

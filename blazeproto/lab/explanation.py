@@ -4,8 +4,6 @@ print(explain(layer, x))                       # in IPython just: explain(layer,
 explain(layer, x).rows[0].bytes_read
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -206,10 +204,8 @@ def _call_of(layer: MoE, tokens: Tensor, routing: Any, dtype: torch.dtype, wante
     capacity = pairs if layer.row_capacity is None else min(layer.row_capacity, pairs)
     router, ours = layer.router, isinstance(layer.router, Router)
     weight = getattr(router, "weight", layer.down_proj)
-    coefficients = (getattr(router, name, 0.0) for name in ("aux_loss", "z_loss"))
     top_k = None if routing.pair_tokens is not None else routing.experts.shape[1]
     by_top_k = ours and top_k is not None and not isinstance(router.choice, Hash)
-    halves = activation_named(layer.activation).halves
     rows = pairs
     if not ours or top_k is None:  # the load says how many pairs run
         if routing.load.is_meta:
@@ -218,7 +214,14 @@ def _call_of(layer: MoE, tokens: Tensor, routing: Any, dtype: torch.dtype, wante
     both = layer.keep_transposed and layer.save != SavePolicy.RECOMPUTE and wanted["x"]
     quantized = "before" if layer.quantized is not None else "both" if both else "each"
     return LayerCall(
-        Sizes(num_tokens, layer.d_model, layer.d_expert, layer.num_experts, top_k or 0, halves),
+        Sizes(
+            num_tokens,
+            layer.d_model,
+            layer.d_expert,
+            layer.num_experts,
+            top_k or 0,
+            activation_named(layer.activation).halves,
+        ),
         rows=min(rows, capacity),
         pairs=pairs,
         places=pairs if chunks > 1 else capacity,
@@ -233,7 +236,7 @@ def _call_of(layer: MoE, tokens: Tensor, routing: Any, dtype: torch.dtype, wante
         bias=layer.down_proj_bias is not None,
         shared=0 if layer.shared_expert is None else layer.shared_expert.down_proj.shape[1],
         router="top-k" if by_top_k else "choice" if ours else "other",
-        losses=ours and any(coefficients),
+        losses=ours and any(getattr(router, name, 0.0) for name in ("aux_loss", "z_loss")),
         wanted=wanted,
         in_fp8="" if layer.precision == "bf16" else quantized,
     )

@@ -1,7 +1,5 @@
 """How long a layer takes on this machine, beside its floor: `python -m blazeproto bench T,d,n,E,K`."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Other ways of calling the kernels, which must give the same results to the bit. What differs is named, in lines to report."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from functools import partial

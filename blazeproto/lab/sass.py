@@ -10,8 +10,6 @@ Instructions stand as they lie in memory: the compiler mixes those of several li
 moves or merges may have a neighbour's line: of the eight HGMMA of ``up_forward`` one is put down to the loop around it.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator

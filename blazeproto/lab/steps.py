@@ -5,8 +5,6 @@ input once, every output once, index lists in the products not at all. Where the
 weights are read once a chunk, which is not counted. The products' steps are made of their specifications.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace

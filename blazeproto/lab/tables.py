@@ -3,8 +3,6 @@
 View("Dispatch", {"tokens": "5"}, [Table(["expert", "load", ""], [["0", "3", Bar(3, 5)]])])
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

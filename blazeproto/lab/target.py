@@ -10,8 +10,6 @@ is a terminal a bar. Ctrl-C ends a run; the next one begins anew.
 What the lab uses of ptxsim, it imports from here: an ImportError of this module says how to install it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,8 +1,6 @@
 """Timing: GPU programs against each other, in turn (A B A B), so that clocks and temperature treat all alike; and one
 alone, with a cold L2 cache."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import timeit
