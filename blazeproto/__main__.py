@@ -144,8 +144,8 @@ def run_kernels(given: argparse.Namespace) -> int:
     from blazeproto.gemm.compile import compile_many
     from blazeproto.gemm.registry import kernels_by_use
     from blazeproto.gemm.tiles import DEVICE_CONSTANTS
-    from blazeproto.lab.resources import resources
     from blazeproto.lab.tables import Table, View, in_bytes
+    from blazeproto.lab.views import resources
     from blazeproto.runtime import cache, checks
 
     uses = kernels_by_use()

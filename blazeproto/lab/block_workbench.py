@@ -14,11 +14,8 @@ A map says where in the sparse matrix S (M, N) a wrong element belongs:
 What DDS gives lies transposed: there tiles of columns are the rows or columns of blocks.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 from inspect import signature
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,19 +23,16 @@ from torch import Tensor
 
 from blazeproto import cost
 from blazeproto.blocksparse import Topology
-from blazeproto.gemm import BLOCK_PRODUCTS, Kernel, TileConfig, product
+from blazeproto.gemm import BLOCK_PRODUCTS, Kernel, TileConfig
 from blazeproto.gemm.blocks import BLOCK, FIELDS, Blocks
 from blazeproto.gemm.dsd import tiles
 from blazeproto.gemm.product import Build, Variant
 from blazeproto.gemm.tiles import CHUNK, SLAB
-from blazeproto.lab import on_machine
-from blazeproto.lab.attended import Attended, seconds_of_tiles
-from blazeproto.lab.block_oracle import CALLS, make_block_case, operands
-from blazeproto.lab.bounds import TINY, Bounds, Near, Reference, sum_error
-from blazeproto.lab.calls import Output
+from blazeproto.lab.accuracy import TINY, Bounds, Near, Reference, sum_error
+from blazeproto.lab.calls import Output, Poisoned, sums_of
 from blazeproto.lab.counters import HardwareCounters
-from blazeproto.lab.mismatch import Places
-from blazeproto.lab.target import Machine
+from blazeproto.lab.oracle import BLOCK_CALLS, make_block_case, operands
+from blazeproto.lab.verdict import Places
 from blazeproto.lab.workbench import Inputs, Workbench
 from blazeproto.runtime import checks
 
@@ -57,7 +51,7 @@ class BlockWorkbench(Workbench):
     seed: of the inputs, which are bf16 at unit scale, what they are multiplied with at 1/√fan-in.
     config: the tiles; default: those that the product takes.  device: "cpu" for the machine where there is a Hopper GPU too.
 
-    A bound of an element is that of sums of products (`lab.bounds`), with as many terms as its row of blocks has, and of one
+    A bound of an element is that of sums of products (`lab.accuracy`), with as many terms as its row of blocks has, and of one
     rounding. ``use`` takes the edited kernel for every call of the function: sdd, dsd or dds.
 
     ValueError or TypeError for what no product takes.
@@ -73,7 +67,7 @@ class BlockWorkbench(Workbench):
         config: TileConfig | None = None,
         device: str = "auto",
     ) -> None:
-        checks.one_of("product", product, tuple(CALLS))
+        checks.one_of("product", product, tuple(BLOCK_CALLS))
         self.mask = EXPERTS if mask is None else mask
         Topology.of_blocks(self.mask)  # refuses what is no mask
         if not self.mask.any():
@@ -82,12 +76,13 @@ class BlockWorkbench(Workbench):
             if checks.integer(name, width, least=1) % CHUNK:
                 raise ValueError(f"{name}: expected a multiple of {CHUNK}, got {width}")
         self.k, self.m = k, m
-        function, _, options = CALLS[product]
+        function, _, options = BLOCK_CALLS[product]
         self._set_up(product, BLOCK_PRODUCTS[function], seed, config, device)
         flags = [name for name in signature(self.entry.spec.formula).parameters if name.startswith("transpose")]
         self.options = {name: options.get(name, False) for name in flags}
         self.of_columns = self.options.get("transpose_s", False) != (function == "dds")  # S^T times a matrix
         self.part = "block" if function == "sdd" else "block column" if self.of_columns else "block row"
+        self.operations, self.ragged = cost.block_operations(int(self.mask.sum()), k if function == "sdd" else m), 1
         self._kernels(Build())  # refuses tiles that it cannot have
 
     @property
@@ -114,24 +109,10 @@ class BlockWorkbench(Workbench):
         assert self.entry.kernel is not None
         return [self.entry.kernel(self._tiles, variants[self.entry.name](), build)]
 
-    @property
-    def _operations(self) -> float:
-        return cost.block_operations(int(self.mask.sum()), self.k if self.part == "block" else self.m)
-
     def _floor_ms(self, gpu: str) -> float:
         """As sdd.cu and dsd.cu have it."""
-        inputs = self._inputs
-        moved = [*inputs.given.values(), *(memory.values for memory in inputs.memory.values())]
-        return cost.floor_ms(self._operations, sum(array.nbytes for array in moved), gpu)
-
-    def _attended(self, runs: int) -> Attended:
-        elements = self._inputs.memory["out"].values.numel()
-        return Attended(
-            self.product,
-            runs,
-            -(-elements // (BLOCK * self._tiles.tile_n)),
-            seconds_of_tiles(self._operations, elements),
-        )
+        moved = sum(array.nbytes for array in self._inputs.arguments.values() if isinstance(array, Tensor))
+        return cost.floor_ms(self.operations, moved, gpu)
 
     def counters(self) -> HardwareCounters:
         """NotImplementedError: ncu's process makes the inputs of a layer's product."""
@@ -153,11 +134,18 @@ class BlockWorkbench(Workbench):
         near = Bounds.stored(Near(exact, sum_error(terms, absolute)))
         references = {"out": Reference(near.exact, (near.error + TINY).float())}
         read = given | {f"topology.{name}": getattr(case.topology, name) for name in FIELDS}
-        outputs = {"out": Output("", tuple(exact.shape))}
-        return self._with_memory(case, given, outputs, references, {"out": self._places(exact)}, read)
+        memory = {"out": Poisoned(Output("", tuple(exact.shape), tile=(BLOCK, self._tiles.tile_n)), exact.device)}
+        arguments = {
+            **given,
+            **self.options,
+            "topology": case.topology,
+            "out": memory["out"].values,
+            "config": self._tiles,
+        }
+        return Inputs(case, arguments, memory, references, {"out": self._places(exact)}, read, sums_of(read), {})
 
-    def _numbers(self, name: str, values: dict[str, Tensor]) -> Tensor:
-        return values[name]
+    def _numbers(self, name: str) -> Tensor:
+        return self._inputs.values[name]
 
     def _places(self, out: Tensor) -> Places:
         shape, width = (out.shape[:-1].numel(), out.shape[-1]), self._tiles.tile_n
@@ -166,13 +154,3 @@ class BlockWorkbench(Workbench):
             return Places(shape, torch.full_like(lines, -1), lines, None, lines // width, columns // BLOCK)
         inside, width = lines % BLOCK, SLAB if self.part == "block" else width
         return Places(shape, lines // BLOCK, inside, None, inside // STRIP, columns // width)
-
-    def _launch(self, build: Build, machine: Machine | None = None) -> None:
-        inputs = self._inputs
-        arguments: dict[str, Any] = {**inputs.given, **self.options, "topology": inputs.case.topology}
-        arguments |= {"out": inputs.memory["out"].values, "config": self._tiles}
-        with product.alone({self.entry.name: build}):
-            if machine:
-                on_machine.launch(machine, self.entry.run, **arguments)
-            else:
-                self.entry.run(**arguments)

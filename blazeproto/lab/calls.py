@@ -4,23 +4,21 @@ What a product reads and writes, its specification says. Here is only what a lay
 them otherwise, and which products it calls twice.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from blazeproto.activations import activation_named
 from blazeproto.dispatch import Dispatch
-from blazeproto.gemm import PRODUCTS, Kernel, Sizes, TileConfig
+from blazeproto.gemm import PRODUCTS, Sizes, TileConfig
 from blazeproto.gemm.arguments import LOW, Array
 from blazeproto.gemm.e4m3 import Quantized, from_e4m3, scales_shape, to_e4m3
-from blazeproto.gemm.product import Build, Product
+from blazeproto.gemm.product import Product
 from blazeproto.gemm.tiles import BF16, E4M3, TILES, Element
 
 SIMPLE_TILE = (128, 256)  # lines and columns that a mismatch map puts together where a kernel has no tiles
@@ -198,12 +196,13 @@ class Call:
             made[name] = Output(
                 array.index,
                 tuple(letters[letter] for letter in array.shape.split()),
-                torch.float32 if self.f32 and array.f32 else self._dtype(case, array),
+                torch.float32 if self.f32 and array.f32 else DTYPES[array.dtype],
                 array.tile(tiles, halves) if array.tile else SIMPLE_TILE,
                 halves if array.shape == "R h" else 1,
                 zeroed=array.added,
             )
             if self.is_quantized(case, array):
+                made[name] = replace(made[name], dtype=torch.float8_e4m3fn)
                 made[f"{name}'s scales"] = Output("", scales_shape(array.scale, made[name].shape), torch.float32)
         letters["quantized"] = case.quantized and spec.quantized
         if case.x.is_cuda and spec.workspace is not None and (lengths := spec.workspace(letters, config)):
@@ -214,23 +213,18 @@ class Call:
         self, case: Case, given: Mapping[str, Tensor], out: Mapping[str, Tensor], config: TileConfig | None = None
     ) -> dict[str, Any]:
         """Those of the product's function.  out: the outputs and the workspace, by the names of `outputs`."""
-        written: dict[str, Any] = {array.name: out[name] for name, array in self.made.items()}
-        for name, array in self.made.items():
-            if self.is_quantized(case, array):
-                written[array.name] = Quantized(out[name], out[f"{name}'s scales"])
-        if "workspace" in out:
-            written["workspace"] = out["workspace"]
+        written: dict[str, Any] = {array.name: self._written(case, name, out) for name, array in self.made.items()}
+        written |= {"workspace": out["workspace"]} if "workspace" in out else {}
         return self.takes(self.entry.run, case, given, config=config, **written)
-
-    def _dtype(self, case: Case, array: Array) -> torch.dtype:
-        return torch.float8_e4m3fn if self.is_quantized(case, array) else DTYPES[array.dtype]
 
     def numbers(self, case: Case, name: str, out: Mapping[str, Tensor]) -> Tensor:
         """An output's numbers, fp32 of a quantized one."""
-        array = self.made[name]
-        if not self.is_quantized(case, array):
-            return out[name]
-        return from_e4m3(torch, Quantized(out[name], out[f"{name}'s scales"]), array.scale)  # type: ignore[no-any-return]
+        made = self._written(case, name, out)
+        return from_e4m3(torch, made, self.made[name].scale) if isinstance(made, Quantized) else made  # type: ignore[no-any-return]
+
+    def _written(self, case: Case, name: str, out: Mapping[str, Tensor]) -> Tensor | Quantized:
+        quantized = self.is_quantized(case, self.made[name])
+        return Quantized(out[name], out[f"{name}'s scales"]) if quantized else out[name]
 
     def run(
         self, case: Case, given: Mapping[str, Tensor], out: Mapping[str, Tensor], config: TileConfig | None = None
@@ -291,23 +285,6 @@ def calls_of(case: Case) -> list[Call]:
     return [call for call in LAYER if not call.needs or getattr(case, call.needs) is not None]
 
 
-class Setting(NamedTuple):
-    """A product, and what decides its kernel."""
-
-    product: str
-    sizes: Sizes
-    activation: str
-    config: TileConfig | None
-    element: Element = BF16
-
-    def kernels(self, build: Build) -> list[Kernel]:
-        """Those that a call launches, the main one first."""
-        entry = PRODUCTS[self.product]
-        tiles = self.config or entry.tiles_of(self.sizes, self.element)
-        variant = entry.variant._replace(activation=self.activation, element=self.element)
-        return entry.launches(self.sizes, tiles, variant, build)
-
-
 def everything_read(case: Case, given: dict[str, Tensor]) -> dict[str, Tensor | None]:
     """Every input of a call, by name."""
     arrays = {name: getattr(case, name) for name in LAYERS_OWN} | case.drawn | given
@@ -344,22 +321,16 @@ class Poisoned:
         size = output.dtype.itemsize * prod(output.shape) // 2
         self.words = torch.empty(2 * guard + size, dtype=torch.int16, device=device)
         self.guards = (self.words[:guard], self.words[guard + size :])
-        self.values = self.words[guard : guard + size].view(output.dtype).view(output.shape)
-        self.zeroed = output.zeroed
+        self.values, self.output = self.words[guard : guard + size].view(output.dtype).view(output.shape), output
 
     def poison(self) -> None:
         self.words.fill_(POISON)
-        if self.zeroed:
+        if self.output.zeroed:
             self.values.zero_()
 
-    def touched(self) -> Tensor:
-        """(2,) int64: elements of 16 bits that were written before the output and after it."""
-        return torch.stack([(guard != POISON).sum() for guard in self.guards])
-
-    def spare(self, used: int | None) -> Tensor:
-        """() int64: elements of 16 bits that were written from line ``used`` on; None: there are no such lines."""
-        if used is None:
-            return self.words.new_zeros((), dtype=torch.int64)
-        line = self.values[0].numel() * self.values.element_size() // 2
-        end = self.words.numel() - self.guards[1].numel()
-        return (self.words[self.guards[0].numel() + used * line : end] != POISON).sum()
+    def touched(self, used: int | None = None) -> Tensor:
+        """(3,) int64: elements of 16 bits that were written before the output, after it, and from its line ``used`` on; None:
+        all lines are in use."""
+        begin, end = self.guards
+        spare = self.values[len(self.values) if used is None else used :].flatten().view(torch.int16)
+        return torch.stack([(words != POISON).sum() for words in (begin, end, spare)])

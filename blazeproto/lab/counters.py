@@ -5,10 +5,8 @@
 
 ncu watches a program from its start, so the product is launched by a process of its own:
 
-    ncu ... python -m blazeproto.lab.watched up_forward 40960 768 256 128 8
+    ncu ... python -m blazeproto.lab.watched '{"product": "up_forward", "T": 40960, "d": 768, "n": 256, "E": 128, "K": 8, ...}'
 """
-
-from __future__ import annotations
 
 import csv
 import io
@@ -22,7 +20,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from blazeproto.gemm import TileConfig
 from blazeproto.gemm.registry import PRODUCTS, kernel_for
@@ -113,33 +110,32 @@ def counters(
     FileNotFoundError where there is no ncu, CountersRefused where the driver forbids, RuntimeError where the program fails;
     each says what to do.
     """
-    checks.one_of("product", product, _tiled())
-    sizes = [checks.integer(name, value, 1) for name, value in zip("TdnEK", (T, d, n, E, K), strict=True)]
+    checks.one_of("product", product, tuple(name for name, entry in PRODUCTS.items() if entry.kernel))
+    sizes = {"T": T, "d": d, "n": n, "E": E, "K": K}
+    for name, value in sizes.items():
+        checks.integer(name, value, 1)
     ncu = find_ncu()
-    options: dict[str, Any] = {
+    options = {
+        "product": product,
+        **sizes,
         "activation": activation,
         "routing": routing,
         "seed": seed,
         "config": vars(config) if config else None,
         "sources": str(sources) if sources else None,
     }
-    environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACKAGE_PARENT), environment.get("PYTHONPATH")]))
-    chosen, stalls = choose_metrics(_known_metrics(ncu))
+    path = os.pathsep.join(filter(None, [str(PACKAGE_PARENT), os.environ.get("PYTHONPATH")]))
+    known = re.findall(r"^(\w+__\w+)", _run([ncu, "--query-metrics"]), re.MULTILINE)
+    chosen, stalls = choose_metrics({*known})
     if not chosen:
         raise RuntimeError(f"ncu lists none of the metrics that are asked for on this GPU: is {ncu} too old for it?")
     entry = kernel_for(product, config).entry
     command = [
         *(ncu, "--csv", "--print-units", "base", "--profile-from-start", "off", "--clock-control", "none"),
         *("--kernel-name-base", "function", "--kernel-name", entry, "--metrics", ",".join([*chosen.values(), *stalls])),
-        *(sys.executable, "-m", "blazeproto.lab.watched", product, *map(str, sizes), json.dumps(options)),
+        *(sys.executable, "-m", "blazeproto.lab.watched", json.dumps(options)),
     ]
-    done = _run(command, environment)
-    return parse(done, chosen, entry)
-
-
-def _tiled() -> tuple[str, ...]:
-    return tuple(name for name, entry in PRODUCTS.items() if entry.kernel)
+    return parse(_run(command, os.environ | {"PYTHONPATH": path}), chosen, entry)
 
 
 # --- ncu -------------------------------------------------------------------------------------------------------------------
@@ -151,14 +147,10 @@ def find_ncu() -> str:
         return found
     own, toolkits = ROOTS
     paths = [*own.glob("*/ncu"), *toolkits.glob("cuda*/bin/ncu")]
-    usable = sorted((path for path in paths if os.access(path, os.X_OK)), key=_version)
+    usable = [path for path in paths if os.access(path, os.X_OK)]
     if not usable:
         raise FileNotFoundError(f"ncu (Nsight Compute) is not on PATH, in {own} or in {toolkits}/cuda*/bin: {INSTALL}")
-    return str(usable[-1])
-
-
-def _version(path: Path) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", str(path))]
+    return str(max(usable, key=lambda path: [int(number) for number in re.findall(r"\d+", str(path))]))
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
@@ -170,11 +162,6 @@ def _run(command: Sequence[str], environment: Mapping[str, str] | None = None) -
     if done.returncode:
         raise RuntimeError(f"ncu ended with {done.returncode}:\n{said[-3000:]}")
     return done.stdout
-
-
-def _known_metrics(ncu: str) -> set[str]:
-    """Base names of what ncu can count on this GPU."""
-    return set(re.findall(r"^(\w+__\w+)", _run([ncu, "--query-metrics"]), re.MULTILINE))
 
 
 def choose_metrics(known: set[str]) -> tuple[dict[str, str], list[str]]:

@@ -16,13 +16,9 @@ from blazeproto.gemm.compile import CUDA_SOURCES, CompileError, Kernel, compile_
 _ERROR = re.compile(r"^(?P<file>[^\s(][^(\n]*)\((?P<line>\d+)\): (?P<said>(?:catastrophic )?error.*)$", re.MULTILINE)
 
 
-def _snapshots() -> Path:
-    """This process's folder of sources as they were when they were compiled, and of what was made of them."""
-    return _snapshots_of(os.getpid())
-
-
 @cache
-def _snapshots_of(process: int) -> Path:
+def _snapshots(process: int) -> Path:
+    """A process's folder of sources as they were when they were compiled, and of what was made of them."""
     folder = Path(tempfile.mkdtemp(prefix="blazeproto-lab-"))
     atexit.register(_remove, folder, process)
     return folder
@@ -84,9 +80,10 @@ class EditedSources:
         digest = hashlib.sha256()
         for name, data in files.items():
             digest.update(f"{name}\0{len(data)}\0".encode() + data)
-        made = _snapshots() / digest.hexdigest()[:16]
+        snapshots = _snapshots(os.getpid())
+        made = snapshots / digest.hexdigest()[:16]
         if not made.exists():
-            beside = Path(tempfile.mkdtemp(dir=_snapshots()))
+            beside = Path(tempfile.mkdtemp(dir=snapshots))
             _write(files, beside)
             try:
                 os.rename(beside, made)
@@ -128,6 +125,12 @@ class EditedSources:
             raise CompileError(readable(str(error), sources, self.folder)) from None
 
 
+def line_of(path: Path, number: int) -> str:
+    """A line of a file, from 1, without its indentation; empty where there is none."""
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    return lines[number - 1].strip() if 0 < number <= len(lines) else ""
+
+
 def refuse_changed(kernel: Kernel) -> None:
     """ValueError for a kernel whose files have changed since it was compiled: its code is not theirs."""
     if kernel.is_changed:
@@ -141,8 +144,7 @@ def readable(log: str, sources: Path, folder: Path) -> str:
     """A compiler's log of files in ``sources``, told of the same files in ``folder``; before it each error with its line."""
     found = []
     for error in _ERROR.finditer(log):
-        path, number = Path(error["file"]), int(error["line"])
-        lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-        line = lines[number - 1].strip() if 0 < number <= len(lines) else ""
+        number = int(error["line"])
+        line = line_of(Path(error["file"]), number)
         found.append(f"{error['file']}:{number}: {error['said']}\n    {number} | {line}")
     return "\n".join([*dict.fromkeys(found), *([""] if found else []), log]).replace(str(sources), str(folder))

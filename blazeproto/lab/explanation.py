@@ -4,10 +4,9 @@ print(explain(layer, x))                       # in IPython just: explain(layer,
 explain(layer, x).rows[0].bytes_read
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,16 +19,17 @@ from blazeproto.autograd.operators import autocast_dtype
 from blazeproto.autograd.policy import SavePolicy
 from blazeproto.autograd.ranks import refuse_ranks
 from blazeproto.blocksparse.baselines import PlainMoE
+from blazeproto.dispatch import build_dispatch, build_dispatch_varying
 from blazeproto.gemm import Sizes
-from blazeproto.lab.steps import LayerCall, Step, Wanted, steps_of
+from blazeproto.lab.calls import Case
+from blazeproto.lab.steps import LayerCall, Step, product_calls, steps_of
 from blazeproto.lab.tables import Drawn, Table, View, in_bytes, in_ms, in_operations
+from blazeproto.lab.times import Call, cold_ms
 from blazeproto.layer import MoE
-from blazeproto.router import Router
+from blazeproto.router import Router, ops
 from blazeproto.router.choices import Hash
+from blazeproto.router.linear import router_logits, router_logits_backward
 from blazeproto.runtime import checks
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,8 @@ class Explanation(Drawn):
         for phase in ("forward", "backward"):
             columns = [phase, "read", "written", "operations", "floor, ms"]
             columns += [*(["ms", "floor / ms"] if self.is_timed else []), "kept"]
-            steps: list[Step | Totals] = [step for step in self.rows if step.phase == phase]
-            rows = [
-                [step.name if isinstance(step, Step) else "sum", *self._numbers(step)]
-                for step in [*steps, self.totals(phase)]
-            ]
-            tables.append(Table(columns, rows, left=[phase], last=1))
+            rows = [[step.name, *self._numbers(step)] for step in self.rows if step.phase == phase]
+            tables.append(Table(columns, [*rows, ["sum", *self._numbers(self.totals(phase))]], left=[phase], last=1))
         columns = ["arrays of", "reads", "writes", "keeps for backward"]
         arrays = [
             [step.name, *(" ".join(map(str, part)) for part in (step.reads, step.writes, step.keeps))]
@@ -101,11 +97,8 @@ class Explanation(Drawn):
         timed = [in_ms(of.ms), f"{of.floor_ms / of.ms:.2f}" if of.ms else "–"] if self.is_timed else []
         return [*moved, *timed, in_bytes(of.kept_bytes) if of.kept_bytes else ""]
 
-    def __rich__(self) -> RenderableType:
-        return self.view().__rich__()
-
-    def __repr__(self) -> str:
-        return self.text()
+    def __rich__(self) -> View:
+        return self.view()
 
 
 @torch.no_grad()
@@ -150,89 +143,85 @@ def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: 
         and len(tokens)
         and missing_for_hopper(x.device, dtype, *sizes) is None
     ):
-        from blazeproto.lab.step_times import measured
-
         found = measured(layer, tokens.to(dtype).contiguous(), routing, call)
         steps = [replace(step, ms=found.get((step.phase, step.name))) for step in steps]
+    T, d, n, E, K, _ = call.sizes
+    per_token = K if K and call.rows == call.sizes.rows else f"{call.rows / max(T, 1):.2f} in the mean"
     return Explanation(
-        f"MoE: T={call.sizes.T}, d={call.sizes.d}, n={call.sizes.n}, E={call.sizes.E}, K={_per_token(call)}, {layer.activation}, "
+        f"MoE: T={T}, d={d}, n={n}, E={E}, K={per_token}, {layer.activation}, "
         f"save={call.save}, {'fp8 of ' if call.in_fp8 else ''}{str(dtype).removeprefix('torch.')}",
         tuple(steps),
-        layer.saved_bytes(call.sizes.T, dtype, input_grad=x.requires_grad),
+        layer.saved_bytes(T, dtype, input_grad=x.requires_grad),
         _note(layer, call, dtype),
     )
 
 
-def _per_token(call: LayerCall) -> str:
-    if call.sizes.K and call.rows == call.sizes.rows:
-        return str(call.sizes.K)
-    return f"{call.rows / max(call.sizes.T, 1):.2f} in the mean"
-
-
 def _note(layer: MoE, call: LayerCall, dtype: torch.dtype) -> str:
-    notes = [f"Here the layer runs on {layer.runs_on(dtype)}."]
-    if without := [name for name, wanted in call.wanted._asdict().items() if not wanted and _has(layer, name)]:
-        notes.append(f"No gradient is made of {', '.join(without)}.")
-    notes += ["Floors: the larger of operations and bytes at an H200's measured bf16 rate and bandwidth."]
-    if dtype != torch.bfloat16:
-        notes.append(f"x is {str(dtype).removeprefix('torch.')}: bytes are its own, but the rate is that of bf16.")
-    if call.in_fp8:
-        notes.append(
-            "Products of fp8: at twice the rate of bf16. Short blocks that fill up an expert's rows are not counted."
-        )
-    if layer.quantized is not None:
-        notes.append(f"Weights quantized before take {in_bytes(layer.quantized.nbytes)} beside the weights.")
-    if call.num_chunks > 1:
-        notes.append(
-            f"The layer runs in {call.num_chunks} chunks of tokens; here its steps are those of the whole batch."
-        )
-    if call.shared and (call.wanted.x or call.wanted.shared_up or call.wanted.shared_down):
-        notes.append("What the shared expert keeps for backward is not counted.")
-    if call.router == "other":
-        notes.append(
-            f"What {type(layer.router).__name__}, no Router of this package, reads and keeps itself is not counted."
-        )
-    return " ".join(notes)
+    router, without = type(layer.router).__name__, ", ".join(name for name, made in call.wanted.items() if not made)
+    quantized = in_bytes(0 if layer.quantized is None else layer.quantized.nbytes)
+    shared = call.shared and call.wants("x", "shared_up", "shared_down")
+    notes = [
+        (True, f"Here the layer runs on {layer.runs_on(dtype)}."),
+        (without, f"No gradient is made of {without}."),
+        (True, "Floors: the larger of operations and bytes at an H200's measured bf16 rate and bandwidth."),
+        (
+            dtype != torch.bfloat16,
+            f"x is {str(dtype).removeprefix('torch.')}: bytes are its own, but the rate is that of bf16.",
+        ),
+        (
+            call.in_fp8,
+            "Products of fp8: at twice the rate of bf16. Short blocks that fill up an expert's rows are not counted.",
+        ),
+        (layer.quantized is not None, f"Weights quantized before take {quantized} beside the weights."),
+        (
+            call.num_chunks > 1,
+            f"The layer runs in {call.num_chunks} chunks of tokens; here its steps are those of the whole batch.",
+        ),
+        (shared, "What the shared expert keeps for backward is not counted."),
+        (
+            call.router == "other",
+            f"What {router}, no Router of this package, reads and keeps itself is not counted.",
+        ),
+    ]
+    return " ".join(note for holds, note in notes if holds)
 
 
-def _wanted(layer: MoE, x: Tensor) -> Wanted:
-    shared = layer.shared_expert
-    weights = [layer.up_proj_weight, layer.up_bias, layer.down_proj, layer.down_proj_bias]
-    weights += [None, None] if shared is None else [getattr(shared, shared.up_name), shared.down_proj]
-    up, up_bias, down, down_bias, *of_shared = [weight is not None and weight.requires_grad for weight in weights]
-    of_router = any(parameter.requires_grad for parameter in layer.router.parameters())
-    return Wanted(x.requires_grad, up, up_bias, down, down_bias, of_router, *of_shared)
+def _wanted(layer: MoE, x: Tensor) -> dict[str, bool]:
+    """As a `LayerCall` has it."""
+    tensors = {"x": x, "up_proj": layer.up_proj_weight, "up_bias": layer.up_bias}
+    tensors |= {"down_proj": layer.down_proj, "down_bias": layer.down_proj_bias}
+    wanted = {name: tensor.requires_grad for name, tensor in tensors.items() if tensor is not None}
+    wanted["router"] = any(parameter.requires_grad for parameter in layer.router.parameters())
+    if (shared := layer.shared_expert) is not None:
+        up, down = getattr(shared, shared.up_name), shared.down_proj
+        wanted |= {"shared_up": up.requires_grad, "shared_down": down.requires_grad}
+    return wanted
 
 
-def _has(layer: MoE, name: str) -> bool:
-    """Whether a layer has what `Wanted` calls so."""
-    return (layer.down_proj_bias is not None or "bias" not in name) and (
-        layer.shared_expert is not None or "shared" not in name
-    )
-
-
-def _weights_in_fp8(layer: MoE, wanted: Wanted) -> str:
-    both = layer.keep_transposed and layer.save != SavePolicy.RECOMPUTE and wanted.x
-    return "before" if layer.quantized is not None else "both" if both else "each"
-
-
-def _call_of(layer: MoE, tokens: Tensor, routing: Any, dtype: torch.dtype, wanted: Wanted) -> LayerCall:
+def _call_of(layer: MoE, tokens: Tensor, routing: Any, dtype: torch.dtype, wanted: dict[str, bool]) -> LayerCall:
     pairs, num_tokens = routing.experts.numel(), len(tokens)
     chunks = num_chunks(num_tokens, layer._chunk_tokens(num_tokens, dtype.itemsize))
     capacity = pairs if layer.row_capacity is None else min(layer.row_capacity, pairs)
     router, ours = layer.router, isinstance(layer.router, Router)
     weight = getattr(router, "weight", layer.down_proj)
-    coefficients = (getattr(router, name, 0.0) for name in ("aux_loss", "z_loss"))
     top_k = None if routing.pair_tokens is not None else routing.experts.shape[1]
     by_top_k = ours and top_k is not None and not isinstance(router.choice, Hash)
-    halves = activation_named(layer.activation).halves
     rows = pairs
     if not ours or top_k is None:  # the load says how many pairs run
         if routing.load.is_meta:
             raise ValueError("x: expected values, which say how many experts a token has, got a meta tensor")
         rows = int(routing.load.sum())
+    both = layer.keep_transposed and layer.save != SavePolicy.RECOMPUTE and wanted["x"]
+    quantized = "before" if layer.quantized is not None else "both" if both else "each"
     return LayerCall(
-        Sizes(num_tokens, layer.d_model, layer.d_expert, layer.num_experts, top_k or 0, halves),
+        Sizes(
+            num_tokens,
+            layer.d_model,
+            layer.d_expert,
+            layer.num_experts,
+            top_k or 0,
+            activation_named(layer.activation).halves,
+        ),
         rows=min(rows, capacity),
         pairs=pairs,
         places=pairs if chunks > 1 else capacity,
@@ -241,13 +230,103 @@ def _call_of(layer: MoE, tokens: Tensor, routing: Any, dtype: torch.dtype, wante
         weight_itemsize=layer.down_proj.itemsize,
         router_itemsize=weight.itemsize,
         logit_itemsize=routing.scores.itemsize,
-        save=layer.options.policy(trains_down=wanted.down_proj),
+        save=layer.options.policy(trains_down=wanted["down_proj"]),
         fused=layer.combine != "gather",
         fused_backward=layer.combine == "fused_both",
         bias=layer.down_proj_bias is not None,
         shared=0 if layer.shared_expert is None else layer.shared_expert.down_proj.shape[1],
-        router="top_k" if by_top_k else "choice" if ours else "other",
-        losses=ours and any(coefficients),
+        router="top-k" if by_top_k else "choice" if ours else "other",
+        losses=ours and any(getattr(router, name, 0.0) for name in ("aux_loss", "z_loss")),
         wanted=wanted,
-        in_fp8="" if layer.precision == "bf16" else _weights_in_fp8(layer, wanted),
+        in_fp8="" if layer.precision == "bf16" else quantized,
     )
+
+
+# --- How long each step takes, alone ---------------------------------------------------------------------------------------
+
+
+def measured(layer: MoE, x: Tensor, routing: Any, of: LayerCall) -> dict[tuple[str, str], float]:
+    """Milliseconds of a layer's steps by (phase, name), those of `steps_of` that are kernels of this package or a sum.
+
+    x (T, d) in bf16, routing of it by the layer's router.  of: what `steps_of` makes the steps of. What is missing: steps of
+    other routers, of choices and of the shared expert.
+    """
+    with torch.cuda.device(x.device), torch.autocast("cuda", enabled=False):
+        calls = _experts(layer, x, routing, of) | _router(layer, x, routing, of)
+        return {step: cold_ms(call) for step, call in calls.items()}
+
+
+def _dispatch(layer: MoE, routing: Any) -> Any:
+    options: dict[str, Any] = {"num_experts": layer.num_experts, "row_capacity": layer.row_capacity}
+    if routing.pair_tokens is None:
+        return build_dispatch(routing.experts.contiguous(), **options)
+    return build_dispatch_varying(routing.experts, routing.pair_tokens, routing.token_offsets, **options)
+
+
+def _experts(layer: MoE, x: Tensor, routing: Any, of: LayerCall) -> dict[tuple[str, str], Call]:
+    dtype = x.dtype
+    masters = [layer.up_proj_weight.detach().contiguous(), layer.down_proj.detach().contiguous()]
+    up, down = (weight.to(dtype) for weight in masters)
+    up_bias, down_bias = (
+        None if bias is None else bias.detach().to(dtype).contiguous() for bias in (layer.up_bias, layer.down_proj_bias)
+    )
+    dispatch, scores = _dispatch(layer, routing), routing.scores.detach().float().contiguous().flatten()
+    case = Case(x, up, down, scores, torch.randn_like(x), dispatch, layer.activation, up_bias, down_bias)
+    made: dict[str, Tensor] = {}
+    calls: dict[tuple[str, str], Call] = {("forward", "dispatch"): lambda: _dispatch(layer, routing)}
+    for phase in ("forward", "backward"):
+        for name, call in product_calls(of, phase).items():
+            call = replace(call, f32=masters[0].dtype == torch.float32)
+            out = {
+                key: torch.zeros(o.shape, dtype=o.dtype, device=x.device) for key, o in call.outputs(case, made).items()
+            }
+            calls[phase, name] = partial(call.run, case, made, out)
+            made.update({key: out[key] for key in call.made if key not in made})
+            calls[phase, name]()
+    other = torch.empty_like(x)
+    calls["backward", "sum of dX"] = lambda: torch.add(x, case.d_out, out=other)
+    if of.fused:
+        calls["forward", "out to x's dtype"] = lambda: other.copy_(made["fused"])
+    if "dx_fused" in made:  # x needs a gradient
+        calls["backward", "dX to x's dtype"] = lambda: other.copy_(made["dx_fused"])
+    if of.save == "recompute":
+        calls["backward", "up_forward again"] = calls["forward", "up_forward"]
+    if of.weight_itemsize != of.itemsize:
+        for phase in ("forward", "backward"):
+            calls[phase, "weights to x's dtype"] = lambda: [w.to(dtype) for w in masters]
+    return calls
+
+
+def _router(layer: MoE, x: Tensor, routing: Any, of: LayerCall) -> dict[tuple[str, str], Call]:
+    """The operators' kernels, past torch's dispatcher."""
+    if of.router == "other":
+        return {}
+    router: Any = layer.router
+    weight, logits = router.weight.detach(), routing.logits.detach()
+    d_logits = torch.randn_like(logits)
+    calls: dict[tuple[str, str], Call] = {
+        ("forward", "router product"): lambda: router_logits.kernel(x, weight, None),
+        ("backward", "router product"): lambda: router_logits_backward.kernel(
+            (True, True), d_logits, x, weight, None, logits
+        ),
+    }
+    if of.router != "top-k":
+        return calls
+    score = (router.score, router.renormalize, router.scale)
+    losses = (router.score, router.aux_loss, router.z_loss, False)
+    experts, load, top_k = routing.experts, routing.load, layer.top_k
+    d_scores, one = torch.randn_like(routing.scores), logits.new_ones(())
+    groups = router.num_groups, router.top_groups
+    calls |= {
+        ("forward", "top-k"): lambda: ops.route_top_k.kernel(logits, router.expert_bias, top_k, *score, *groups),
+        ("forward", "load and losses"): lambda: ops.routing_losses.kernel(logits, experts, *losses),
+        ("backward", "top-k"): lambda: ops.route_top_k_backward.kernel(logits, experts, d_scores, *score),
+    }
+    if of.losses:
+        calls |= {
+            ("backward", "load and losses"): lambda: ops.routing_losses_backward.kernel(
+                logits, load, one, one, top_k, *losses
+            ),
+            ("backward", "sum of dlogits"): lambda: torch.add(d_logits, d_logits),
+        }
+    return calls

@@ -1,12 +1,7 @@
 """How long a layer takes on this machine, beside its floor: `python -m blazeproto bench T,d,n,E,K`."""
 
-from __future__ import annotations
-
 import os
-import statistics
 import sys
-import timeit
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +9,9 @@ import torch
 from blazeproto.autograd.backends import missing_for_hopper
 from blazeproto.gemm import Sizes
 from blazeproto.lab.explanation import explain
-from blazeproto.lab.step_times import cold_ms
 from blazeproto.lab.tables import Table, View, in_bytes, in_ms
+from blazeproto.lab.times import COLD_ROUNDS, cold_ms, wall_ms
 from blazeproto.layer import MoE
-
-ROUNDS = 10
 
 
 @dataclass(frozen=True)
@@ -39,22 +32,19 @@ class LayerTimes:
 
     def view(self) -> View:
         """As a table."""
-        rows = []
-        for name, ms, floor in (
-            ("forward", self.forward_ms, self.floor_forward_ms),
-            ("forward + backward", self.both_ms, self.floor_both_ms),
-        ):
-            rows.append([name, in_ms(ms), in_ms(floor), "–" if floor is None else f"{floor / ms:.2f}"])
-        columns = ["", "ms", "floor, ms", "floor / ms"]
-        if self.floor_both_ms is None:
-            rows, columns = [row[:2] for row in rows], columns[:2]
-        floors = {} if self.floor_both_ms is None else {"floors": "at an H200's rates"}
+        rows = [["forward", in_ms(self.forward_ms)], ["forward + backward", in_ms(self.both_ms)]]
+        columns, floors = ["", "ms"], dict[str, str]()
+        if self.floor_forward_ms is not None and self.floor_both_ms is not None:
+            columns += ["floor, ms", "floor / ms"]
+            rows[0] += [in_ms(self.floor_forward_ms), f"{self.floor_forward_ms / self.forward_ms:.2f}"]
+            rows[1] += [in_ms(self.floor_both_ms), f"{self.floor_both_ms / self.both_ms:.2f}"]
+            floors["floors"] = "at an H200's rates"
         sizes = ", ".join(f"{name}={getattr(self.sizes, name)}" for name in ("T", "d", "n", "E", "K"))
         facts = {"device": self.device, "backend": f"{self.backend}, {self.dtype}"} | floors
         return View(f"MoE: {sizes}", facts, [Table(columns, rows, left=[""])])
 
 
-def layer_times(sizes: Sizes, rounds: int = ROUNDS) -> LayerTimes:
+def layer_times(sizes: Sizes, rounds: int = COLD_ROUNDS) -> LayerTimes:
     """A `MoE` of these ``sizes``, SwiGLU and the top-k router with its auxiliary loss, on the best backend of this machine.
 
     On a GPU in bf16, each call alone with a cold L2 cache, by CUDA events: an eager layer below a millisecond waits for the
@@ -113,8 +103,3 @@ def memory_of(device: torch.device) -> int:
     if not hasattr(os, "sysconf"):
         return sys.maxsize
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def wall_ms(call: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """Median milliseconds of one call by the host's clock, which is right on a CPU alone."""
-    return 1e3 * statistics.median(timeit.repeat(call, number=1, repeat=3 + rounds)[3:])

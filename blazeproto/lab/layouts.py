@@ -10,7 +10,6 @@ fragments of wgmma.mma_async m64nNk16), as gemm/cuda/wgmma.cuh has them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product as every
 from typing import TYPE_CHECKING
@@ -21,7 +20,6 @@ from blazeproto.gemm.registry import kernel_for
 from blazeproto.gemm.tiles import BF16, BK, BM, CHUNK, WARPGROUP, TileConfig
 from blazeproto.lab.svg import Picture, blank
 from blazeproto.runtime import checks
-from blazeproto.runtime.optional import need
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,9 +35,53 @@ COLOURS = ("#f4cccc", "#fce5cd", "#fff2cc", "#d9ead3", "#d0e0e3", "#cfe2f3", "#d
 CELL_WIDTH, CELL_HEIGHT = 74, 22  # of the drawings, SVG units
 
 
+class Grid(Picture):
+    """Cells in rows and columns, each with a colour of COLOURS.
+
+    corner: of the text, what its columns count.  step: from column to column.  lines: that are shown.  width: of a cell, in
+    characters.
+    """
+
+    corner, step, lines, width = "byte of a row", CHUNK_BYTES, PATTERN, 10
+
+    def _heading(self) -> list[str]:
+        raise NotImplementedError
+
+    def _cell(self, row: int, place: int) -> str:
+        raise NotImplementedError
+
+    def _colour(self, row: int, place: int) -> int:
+        """One for each chunk."""
+        return place ^ row
+
+    def __repr__(self) -> str:
+        places = "".join(f"{place * self.step:>{self.width}}" for place in range(CHUNKS))
+        text = [*self._heading(), "", self.corner + places]
+        for row in range(self.lines):
+            cells = "".join(f"{self._cell(row, place):>{self.width}}" for place in range(CHUNKS))
+            text.append(f"row {row}".ljust(len(self.corner)) + cells)
+        return "\n".join(text)
+
+    def figure(self) -> Figure:
+        """The same, coloured."""
+        made, ax = blank(CELL_WIDTH * (CHUNKS + 1), CELL_HEIGHT * (self.lines + 4), "\n".join(self._heading()))
+        from matplotlib.colors import ListedColormap
+
+        shades = [[self._colour(y, x) % len(COLOURS) for x in range(CHUNKS)] for y in range(self.lines)]
+        ax.pcolormesh(shades, cmap=ListedColormap(COLOURS), vmin=0, vmax=len(COLOURS), edgecolors="white", linewidth=2)
+        for y, x in every(range(self.lines), range(CHUNKS)):
+            ax.text(x + 0.5, y + 0.5, self._cell(y, x), ha="center", va="center", size=8, family="monospace")
+        ax.xaxis.tick_top()
+        name = self.corner.split()[0]
+        ax.set_xticks([x + 0.5 for x in range(CHUNKS)], [f"{name} {place * self.step}" for place in range(CHUNKS)])
+        ax.set_yticks([y + 0.5 for y in range(self.lines)], [f"row {row}" for row in range(self.lines)])
+        return made
+
+
 @dataclass(frozen=True, repr=False)
-class StageLayout(Picture):
-    """An operand's part of a stage: rows of 128 bytes, whose 16-byte chunks change places (128-byte swizzle).
+class StageLayout(Grid):
+    """An operand's part of a stage: rows of 128 bytes, whose 16-byte chunks change places (128-byte swizzle). Shown are the first
+    eight rows, a colour for each chunk.
 
     operand: "a" or "b".  length: its rows (a) or columns (b) of a tile.  k: elements of the reduction in a stage.
     mn_major: False: a row is 64 consecutive k of one of the length. True: a row is 64 of the length, of one k; every 64 are a
@@ -102,29 +144,12 @@ class StageLayout(Picture):
         unit = ("m" if self.operand == "a" else "n") if self.mn_major else "k"
         return f"{unit} {chunk * CHUNK}..{chunk * CHUNK + CHUNK - 1}"
 
-    def __repr__(self) -> str:
-        places = "".join(f"{place * CHUNK_BYTES:>10}" for place in range(CHUNKS))
-        lines = [*self._heading(), "", f"byte of a row{places}"]
-        for row in range(PATTERN):
-            cells = "".join(f"{self._cell(row, place):>10}" for place in range(CHUNKS))
-            lines += [f"row {row:<9}{cells}"]
-        return "\n".join(lines)
-
-    def figure(self) -> Figure:
-        """The first eight rows: where each chunk lies, a colour for each."""
-        return _grid(
-            self._heading(),
-            [f"row {row}" for row in range(PATTERN)],
-            [f"byte {place * CHUNK_BYTES}" for place in range(CHUNKS)],
-            self._cell,
-            lambda row, place: place ^ row,
-        )
-
 
 @dataclass(frozen=True, repr=False)
-class StageContents(Picture):
+class StageContents(Grid):
     """What an operand's part of a stage holds, bf16. data: its bytes, as they lie.  written: which of them somebody wrote."""
 
+    width = 14
     layout: StageLayout
     data: np.ndarray
     written: np.ndarray
@@ -156,23 +181,6 @@ class StageContents(Picture):
         where = self.layout._cell(row, place).partition("..")[0]
         return f"{where}: {'-' if np.isnan(value) else f'{value:.2g}'}"
 
-    def __repr__(self) -> str:
-        places = "".join(f"{place * CHUNK_BYTES:>14}" for place in range(CHUNKS))
-        lines = [*self._heading(), "", f"byte of a row{places}"]
-        for row in range(PATTERN):
-            lines += [f"row {row:<9}" + "".join(f"{self._cell(row, place):>14}" for place in range(CHUNKS))]
-        return "\n".join(lines)
-
-    def figure(self) -> Figure:
-        """The first eight rows: what lies where, a colour for each chunk."""
-        return _grid(
-            self._heading(),
-            [f"row {row}" for row in range(PATTERN)],
-            [f"byte {place * CHUNK_BYTES}" for place in range(CHUNKS)],
-            self._cell,
-            lambda row, place: place ^ row,
-        )
-
 
 def swizzle(product: str = "up_forward", operand: str = "a", *, config: TileConfig | None = None) -> StageLayout:
     """The layout of an operand in a stage of a product's ring.
@@ -189,11 +197,13 @@ def swizzle(product: str = "up_forward", operand: str = "a", *, config: TileConf
 
 
 @dataclass(frozen=True, repr=False)
-class Fragment(Picture):
+class Fragment(Grid):
     """Who holds which accumulator of a strip, 64 rows by ``columns``, after ``wgmma.m64nNk16``: one warpgroup, columns / 2 fp32
-    registers a thread. Rows and columns are the strip's.
+    registers a thread. Rows and columns are the strip's. Shown are the first warp's 16 rows by 8 columns, a colour for each group
+    of four lanes.
     """
 
+    corner, step, lines, width = "column  ", 1, 16, 9
     product: str
     columns: int
 
@@ -223,21 +233,8 @@ class Fragment(Picture):
         thread, register = self.holder(row, column)
         return f"t{thread}:d{register}"
 
-    def __repr__(self) -> str:
-        columns = range(8)
-        lines = [*self._heading(), "", "column  " + "".join(f"{column:>9}" for column in columns)]
-        lines += [f"row {row:<4}" + "".join(f"{self._cell(row, column):>9}" for column in columns) for row in range(16)]
-        return "\n".join(lines)
-
-    def figure(self) -> Figure:
-        """The first warp's 16 rows by 8 columns, a colour for each group of four lanes."""
-        return _grid(
-            self._heading(),
-            [f"row {row}" for row in range(16)],
-            [f"column {column}" for column in range(8)],
-            self._cell,
-            lambda row, column: self.holder(row, column)[0] // 4,
-        )
+    def _colour(self, row: int, column: int) -> int:
+        return self.holder(row, column)[0] // 4
 
 
 def fragment(product: str = "up_forward", *, config: TileConfig | None = None) -> Fragment:
@@ -254,28 +251,3 @@ def _within(**named: tuple[int, int]) -> None:
     for name, (value, count) in named.items():
         if not 0 <= checks.integer(name, value) < count:
             raise ValueError(f"{name}: expected 0 to {count - 1}, got {value}")
-
-
-def _grid(
-    heading: list[str],
-    rows: list[str],
-    columns: list[str],
-    cell: Callable[[int, int], str],
-    colour: Callable[[int, int], int],
-) -> Figure:
-    """A table of coloured cells. colour: which of COLOURS."""
-    need("matplotlib")
-    from matplotlib.colors import ListedColormap
-    from matplotlib.figure import Figure
-
-    ax = blank(CELL_WIDTH * (len(columns) + 1), CELL_HEIGHT * (len(rows) + 4), "\n".join(heading))
-    shades = [[colour(y, x) % len(COLOURS) for x in range(len(columns))] for y in range(len(rows))]
-    ax.pcolormesh(shades, cmap=ListedColormap(COLOURS), vmin=0, vmax=len(COLOURS), edgecolors="white", linewidth=2)
-    for y, x in every(range(len(rows)), range(len(columns))):
-        ax.text(x + 0.5, y + 0.5, cell(y, x), ha="center", va="center", size=8, family="monospace")
-    ax.xaxis.tick_top()
-    ax.set_xticks([x + 0.5 for x in range(len(columns))], columns)
-    ax.set_yticks([y + 0.5 for y in range(len(rows))], rows)
-    made = ax.figure
-    assert isinstance(made, Figure)
-    return made

@@ -7,6 +7,9 @@ little more.
 `evaluate` runs all products. Chained (no ``given``), each takes what the one before it made; with ``given``, each takes
 its inputs from there, so that an error shows in the product that made it. `run_kernels` does either with the kernels.
 Both return the same names. Shapes: T tokens, E experts, d and n widths, R rows, P pairs, G = 2 for a gated activation, else 1.
+
+The block-sparse products (`gemm.BLOCK_PRODUCTS`) are compared with dense products of masked matrices: `evaluate_blocks` and
+`run_block_kernels`.
 """
 
 from __future__ import annotations
@@ -14,21 +17,27 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blazeproto import gemm
 from blazeproto.activations import activate, activate_backward, activation_named
+from blazeproto.blocksparse import Topology
 from blazeproto.dispatch import Dispatch, build_dispatch, build_dispatch_varying
 from blazeproto.gemm import Sizes, TileConfig
+from blazeproto.gemm.blocks import BLOCK
 from blazeproto.gemm.e4m3 import in_e4m3
 from blazeproto.gemm.recipe import FP8
 from blazeproto.lab.calls import ROW_OUTPUTS, Case, calls_of
 
 ROUTINGS = ("uniform", "zipf", "same", "half_empty")
+Lists = TypeVar("Lists", Dispatch, Topology)
 BY_ROW_BYTES = 2**28  # up to this size each row's weight matrix is gathered, instead of looping over experts
 
 
@@ -122,9 +131,11 @@ def dispatch_varying(experts: Tensor, num_experts: int, row_capacity: int | None
     return _moved(build_dispatch_varying(*lists, num_experts, row_capacity=row_capacity), experts.device)
 
 
-def _moved(made: Dispatch, device: torch.device) -> Dispatch:
-    lists: dict[str, Any] = {name: value.to(device) for name, value in vars(made).items() if isinstance(value, Tensor)}
-    return replace(made, **lists)
+def _moved(made: Lists, device: torch.device) -> Lists:
+    """A dispatch or a topology with its arrays on a device."""
+    arrays = {name: value for name, value in vars(made).items() if isinstance(value, Tensor | np.ndarray)}
+    moved: dict[str, Any] = {name: torch.as_tensor(value).to(device) for name, value in arrays.items()}
+    return replace(made, **moved)
 
 
 # --- The formulas --------------------------------------------------------------------------------------------------------
@@ -286,3 +297,102 @@ def stray_writes(case: Case, result: Mapping[str, Tensor]) -> list[str]:
     """Outputs of `run_kernels` in which a row that no pair has was written."""
     used = len(case.row_pair)
     return [f"{name}: wrote past row {used}" for name in ROW_OUTPUTS if not result[name][used:].isnan().all()]
+
+
+# --- Block-sparse products ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BlockCase:
+    """S (M, N) with values (B, 128, 128), all B in use; dense matrices of k and m columns. bf16."""
+
+    topology: Topology
+    values: Tensor
+    x: Tensor  # (M, k)
+    w: Tensor  # (k, N)
+    right: Tensor  # (N, m)
+    left: Tensor  # (M, m)
+
+    def dense(self, values: Tensor) -> Tensor:
+        """(B, 128, 128) → (M, N), zeros where no block is."""
+        M, N = self.topology.shape
+        made = values.new_zeros(M // BLOCK, N // BLOCK, BLOCK, BLOCK)
+        made[self.topology.row_indices.long(), self.topology.column_indices.long()] = values
+        return made.transpose(1, 2).reshape(M, N)
+
+    def blocks(self, matrix: Tensor) -> Tensor:
+        """(M, N) → (B, 128, 128)."""
+        M, N = self.topology.shape
+        parts = matrix.view(M // BLOCK, BLOCK, N // BLOCK, BLOCK).transpose(1, 2)
+        return parts[self.topology.row_indices.long(), self.topology.column_indices.long()]
+
+
+def make_block_case(mask: np.ndarray, k: int, m: int, *, device: str = "cuda", seed: int = 0) -> BlockCase:
+    """mask (M / 128, N / 128) bool: which blocks there are.  k, m: multiples of 8. Random data at unit scale, w and what is
+    summed over N or M at 1/√fan-in."""
+    topology = _moved(Topology.of_blocks(mask), torch.device(device))
+    generator, (M, N) = torch.Generator(device).manual_seed(seed), topology.shape
+
+    def normal(*size: int, fan_in: int = 1) -> Tensor:
+        return torch.randn(size, device=device, generator=generator).mul_(1 / math.sqrt(max(fan_in, 1))).bfloat16()
+
+    values = normal(int(topology.row_offsets[-1]), BLOCK, BLOCK)
+    return BlockCase(
+        topology, values, normal(M, k), normal(k, N, fan_in=k), normal(N, m, fan_in=N), normal(M, m, fan_in=M)
+    )
+
+
+def evaluate_blocks(arithmetic: Arithmetic, case: BlockCase) -> dict[str, Tensor]:
+    """Every product of MegaBlocks §5.1 by its name there."""
+    S = case.dense(case.values)
+
+    def times(a: Tensor, b: Tensor) -> Tensor:
+        if a.is_cuda and arithmetic.rounds and a.numel() and b.numel():
+            made: Tensor = torch.mm(a, b, out_dtype=arithmetic.dtype)
+        else:
+            made = a.to(arithmetic.dtype) @ b.to(arithmetic.dtype)
+        return made.bfloat16() if arithmetic.rounds else made
+
+    sampled, ahead, back = case.blocks(times(case.x, case.w)), times(S, case.right), times(S.T, case.left)
+    return {
+        "SDD": sampled,
+        "SDD^T": sampled,
+        "DSD": ahead,
+        "DSD^T": ahead,
+        "DS^TD": back,
+        "DS^TD^T": back,
+        "DDS": back.T,
+        "DD^TS": back.T,
+        "DDS^T": ahead.T,
+        "DD^TS^T": ahead.T,
+    }
+
+
+BLOCK_CALLS: dict[str, tuple[str, tuple[str, str], dict[str, bool]]] = {
+    "SDD": ("sdd", ("x", "w"), {}),
+    "SDD^T": ("sdd", ("x", "w^T"), {"transpose_b": True}),
+    "DSD": ("dsd", ("values", "right"), {}),
+    "DSD^T": ("dsd", ("values", "right^T"), {"transpose_b": True}),
+    "DS^TD": ("dsd", ("values", "left"), {"transpose_s": True}),
+    "DS^TD^T": ("dsd", ("values", "left^T"), {"transpose_s": True, "transpose_b": True}),
+    "DDS": ("dds", ("left^T", "values"), {}),
+    "DD^TS": ("dds", ("left", "values"), {"transpose_a": True}),
+    "DDS^T": ("dds", ("right^T", "values"), {"transpose_s": True}),
+    "DD^TS^T": ("dds", ("right", "values"), {"transpose_s": True, "transpose_a": True}),
+}
+"""By the products' names: function, arrays of a case, and options."""
+
+
+def operands(case: BlockCase, name: str) -> tuple[Tensor, ...]:
+    """The arrays of a product, in memory as it takes them."""
+    given = [(getattr(case, array.removesuffix("^T")), array.endswith("^T")) for array in BLOCK_CALLS[name][1]]
+    return tuple(array.T.contiguous() if transposed else array for array, transposed in given)
+
+
+def run_block_kernels(case: BlockCase) -> dict[str, Tensor]:
+    """Results by the products' names, in memory poisoned with NaN. On a CPU by the twins."""
+    made = {}
+    for name, (function, _, options) in BLOCK_CALLS.items():
+        call = partial(getattr(gemm, function), *operands(case, name), case.topology, **options)
+        made[name] = call(out=torch.full_like(call(), math.nan))
+    return made

@@ -1,9 +1,8 @@
 """Other ways of calling the kernels, which must give the same results to the bit. What differs is named, in lines to report."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,17 +18,17 @@ def wrong_in_order(case: Case, given: Mapping[str, Tensor], result: Mapping[str,
     """Weight gradients by gathering, in ``result``, that are not to the bit what rows that lie in order already give."""
     num_rows = case.dispatch.num_rows
     x, d_out = (pad_rows(values[case.row_token], num_rows) for values in (case.x, case.d_out))
-    used = {name: pad_rows(given[name][: len(case.row_token)], num_rows) for name in ("dh", "a_scaled")}
-    lines = []
-    for suffix in ("", "_f32"):
-        for name, product, operands in (
-            ("d_down" + suffix, gemm.down_backward_weight, (d_out, used["a_scaled"])),
-            ("d_up" + suffix, gemm.up_backward_weight, (used["dh"], x)),
-        ):
-            dw = torch.full_like(result[name], math.nan)
-            if not torch.equal(product(*operands, case.dispatch, dw=dw, gather=False), result[name]):
-                lines.append(f"{name}: not what rows in order give")
-    return lines
+    dh, a_scaled = (pad_rows(given[name][: len(case.row_token)], num_rows) for name in ("dh", "a_scaled"))
+    calls = {
+        "d_down": partial(gemm.down_backward_weight, d_out, a_scaled, case.dispatch, gather=False),
+        "d_up": partial(gemm.up_backward_weight, dh, x, case.dispatch, gather=False),
+    }
+    return [
+        f"{name}{suffix}: not what rows in order give"
+        for suffix in ("", "_f32")
+        for name, call in calls.items()
+        if not torch.equal(call(dw=torch.full_like(result[name + suffix], math.nan)), result[name + suffix])
+    ]
 
 
 def wrong_in_place(case: Case, given: Mapping[str, Tensor], result: Mapping[str, Tensor]) -> list[str]:
@@ -37,16 +36,13 @@ def wrong_in_place(case: Case, given: Mapping[str, Tensor], result: Mapping[str,
     dispatch, num_rows, used = case.dispatch, case.dispatch.num_rows, len(case.row_pair)
     act, h, dh = (pad_rows(given[name][:used], num_rows) for name in ("act", "h", "dh"))
     d, n = case.down_proj.shape[1:]
+    y = partial(gemm.down_forward, act, case.down_proj, dispatch, bias=case.down_bias)
+    dx_rows = partial(gemm.up_backward_act, dh, case.up_proj, dispatch)
 
-    def y(columns: range | None, out: Tensor) -> Tensor:
-        return gemm.down_forward(act, case.down_proj, dispatch, bias=case.down_bias, columns=columns, y=out)
-
-    def dx_rows(columns: range | None, out: Tensor) -> Tensor:
-        return gemm.up_backward_act(dh, case.up_proj, dispatch, columns=columns, dx_rows=out)
-
-    def in_slices(product: Callable[[range | None, Tensor], Tensor]) -> Tensor:
+    def in_slices(product: Callable[..., Tensor], out: str) -> Tensor:
         slices = [columns for columns in (range(d // 16 * 8), range(d // 16 * 8, d)) if columns]
-        return torch.cat([product(columns, act.new_empty(num_rows, len(columns))) for columns in slices], dim=1)
+        made = [product(columns=some, **{out: act.new_empty(num_rows, len(some))}) for some in slices]
+        return torch.cat(made, dim=1)
 
     def in_use(output: Tensor) -> Tensor:
         return output[:used] if output.dim() == 2 else output  # d_scores: one for each pair
@@ -56,15 +52,15 @@ def wrong_in_place(case: Case, given: Mapping[str, Tensor], result: Mapping[str,
         case.d_out, case.down_proj, h, case.scores, dispatch, activation=case.activation, dh=h, **others
     )
     made = {
-        "y, in slices": in_slices(y),
-        "dx_rows, in slices": in_slices(dx_rows),
+        "y, in slices": in_slices(y, "y"),
+        "dx_rows, in slices": in_slices(dx_rows, "dx_rows"),
         "dh, over h": h,
         "a_scaled, with dh over h": others["a_scaled"],
     }
     if case.down_bias is None:  # of which d_scores has a share, added later
         made["d_scores, with dh over h"] = others["d_scores"]
     if d == n <= TILES["down_forward"].tile_n:
-        made["y, over act"] = y(None, act)
+        made["y, over act"] = y(y=act)
     lines = [
         f"{name}: not what it is elsewhere and whole"
         for name, got in made.items()

@@ -10,8 +10,6 @@ Instructions stand as they lie in memory: the compiler mixes those of several li
 moves or merges may have a neighbour's line: of the eight HGMMA of ``up_forward`` one is put down to the loop around it.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -19,15 +17,16 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from blazeproto.gemm.compile import Kernel
-from blazeproto.lab.edit import refuse_changed
-from blazeproto.lab.tables import Drawn
+from blazeproto.lab.edit import line_of, refuse_changed
+from blazeproto.lab.tables import Drawn  # before rich, for it says how to install that
 
-if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.text import Text
+# isort: split
+from rich.columns import Columns
+from rich.console import Group
+from rich.table import Table as RichTable
+from rich.text import Text
 
 _Frames = tuple[tuple[str, int], ...]  # a line by path and number, then those that it was inlined at
 # Instructions by their first word, as "CUDA Binary Utilities" lists Hopper's; colours are legible on white and on black.
@@ -101,6 +100,23 @@ class InlinedCode:
     calls: tuple[SourceLine, ...]
     instructions: tuple[Instruction, ...]
 
+    def source(self) -> Iterator[Text]:
+        """The line, and those that it was inlined at."""
+        if self.line is None:
+            yield Text("no source line", style="dim")
+            return
+        yield Text.assemble((f"{self.line}  ", "bold"), self.line.text)
+        if self.calls:
+            yield Text("  in " + " < ".join(map(str, self.calls)), style="dim")
+
+    def listing(self) -> Iterator[Text]:
+        """The instructions and their labels."""
+        for instruction in self.instructions:
+            if instruction.label:
+                yield Text(f"{instruction.label}:", style="dim")
+            colour, _ = _KINDS[instruction.kind]
+            yield Text.assemble((f"{instruction.address:05x}  ", "dim"), (instruction.text, colour))
+
 
 @dataclass(frozen=True, repr=False)
 class MachineCode(Drawn):
@@ -132,40 +148,13 @@ class MachineCode(Drawn):
         return f"MachineCode({self._title()})"
 
     def __rich__(self) -> Group:
-        from rich.columns import Columns
-        from rich.console import Group
-        from rich.table import Table as RichTable
-        from rich.text import Text
-
-        legend = Columns(Text(f"■ {kind} {count:,}", _colour(kind)) for kind, count in self.kinds.items())
+        legend = Columns(Text(f"■ {kind} {count:,}", _KINDS[kind][0]) for kind, count in self.kinds.items())
         table = RichTable(box=None, show_header=False, expand=True, padding=(0, 2, 0, 0), pad_edge=False)
-        table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        for _ in ("source", "instructions"):
+            table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
         for group in self.groups:
-            table.add_row(Text("\n").join(self._source(group)), Text("\n").join(self._listing(group)))
+            table.add_row(*(Text("\n").join(lines) for lines in (group.source(), group.listing())))
         return Group(Text(self._title(), style="bold"), legend, table)
-
-    def _source(self, group: InlinedCode) -> Iterator[Text]:
-        from rich.text import Text
-
-        if group.line is None:
-            yield Text("no source line", style="dim")
-            return
-        yield Text.assemble((f"{group.line}  ", "bold"), group.line.text)
-        if group.calls:
-            yield Text("  in " + " < ".join(map(str, group.calls)), style="dim")
-
-    def _listing(self, group: InlinedCode) -> Iterator[Text]:
-        from rich.text import Text
-
-        for instruction in group.instructions:
-            if instruction.label:
-                yield Text(f"{instruction.label}:", style="dim")
-            yield Text.assemble((f"{instruction.address:05x}  ", "dim"), (instruction.text, _colour(instruction.kind)))
-
-
-def _colour(kind: str) -> str:
-    return _KINDS[kind][0]
 
 
 def machine_code(kernel: Kernel, lines: str | None = None) -> MachineCode:
@@ -215,13 +204,11 @@ def _parse(disassembly: str, kernel: Kernel) -> Iterator[InlinedCode]:
 
     Before an instruction of another line stand that line and, one to a row, those that it was inlined at.
     """
-    lines_of = cache(_lines_of)
 
     @cache
     def source_line(path: str, number: int) -> SourceLine:
         found, name = _source_file(Path(path), kernel)
-        texts = lines_of(found)
-        return SourceLine(name, number, texts[number - 1].strip() if 0 < number <= len(texts) else "")
+        return SourceLine(name, number, line_of(found, number))
 
     for (function, frames), found in groupby(_instructions(disassembly), key=lambda row: row[:2]):
         lines = [source_line(*frame) for frame in frames]
@@ -258,7 +245,3 @@ def _source_file(path: Path, kernel: Kernel) -> tuple[Path, str]:
         if (kernel.folder / name).is_file():
             return kernel.folder / name, name.as_posix()
     return path, path.name  # a header of CUDA
-
-
-def _lines_of(path: Path) -> list[str]:
-    return path.read_text(errors="replace").splitlines() if path.is_file() else []

@@ -5,10 +5,8 @@ input once, every output once, index lists in the products not at all. Where the
 weights are read once a chunk, which is not counted. The products' steps are made of their specifications.
 """
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import compress
 from math import prod
@@ -75,33 +73,21 @@ class Step:
         return cost.floor_ms((self.operations or 0.0) / self.rate, self.bytes_read + self.bytes_written)
 
 
-class Wanted(NamedTuple):
-    """Which gradients a backward makes: of x, the experts' parameters, the router's and the shared expert's."""
-
-    x: bool
-    up_proj: bool
-    up_bias: bool
-    down_proj: bool
-    down_bias: bool
-    router: bool
-    shared_up: bool
-    shared_down: bool
-
-    @property
-    def scores(self) -> bool:
-        """Whether scores and logits need one, on the way to x's or the router's."""
-        return self.x or self.router
-
-    @property
-    def experts(self) -> bool:
-        """Whether the experts have a backward, and keep anything for it."""
-        return any(self[:6])
-
-    def makes(self, name: str) -> bool:
-        """Whether an array of the name that a `Call` has for it is made: in forward every one is."""
-        of = {"dh": self.x or self.up_proj or self.up_bias, "a_scaled": self.down_proj, "d_scores": self.scores}
-        of |= {"d_up": self.up_proj, "d_up_bias": self.up_bias, "d_down": self.down_proj, "d_down_bias": self.down_bias}
-        return (of | dict.fromkeys(("dx_rows", "dx", "dx_fused"), self.x)).get(name, True)
+EXPERTS = ("x", "up_proj", "up_bias", "down_proj", "down_bias", "router")
+"""The gradients for which the experts have a backward, and keep something."""
+SCORES = ("x", "router")
+"""Those for which scores and logits need one, on the way."""
+MADE_FOR = {
+    "dh": ("x", "up_proj", "up_bias"),
+    "a_scaled": ("down_proj",),
+    "d_scores": SCORES,
+    "d_up": ("up_proj",),
+    "d_up_bias": ("up_bias",),
+    "d_down": ("down_proj",),
+    "d_down_bias": ("down_bias",),
+    **dict.fromkeys(("dx_rows", "dx", "dx_fused"), ("x",)),
+}
+"""What backward makes, by the name that a `Call` has for it, and for which gradients."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +100,10 @@ class LayerCall:
     of the router's weight, of logits and scores.
     save, bias, shared: the call's save policy, whether there are biases, the shared expert's width or 0.
     fused, fused_backward: whether `down_forward_fused` and `up_backward_act_fused` sum a token's rows, and not `combine`.
-    router: "top_k", "choice" (hashing, token rounding, ...) or "other" (a module of the user's).
+    router: "top-k", "choice" (hashing, token rounding, ...) or "other" (a module of the user's).
     losses: whether an auxiliary loss has a coefficient.
-    wanted: gradients.
+    wanted: whether a gradient is made of x, up_proj, up_bias, down_proj, down_bias, router, shared_up and shared_down, if the
+    layer has them.
     in_fp8: with precision="fp8" when weights are quantized: "each" order before its product, "both" in forward, or "before" the
     call; else "".
     """
@@ -137,14 +124,36 @@ class LayerCall:
     shared: int
     router: str
     losses: bool
-    wanted: Wanted
+    wanted: Mapping[str, bool]
     in_fp8: str = ""
+
+    def wants(self, *names: str) -> bool:
+        """Whether any of these gradients is made."""
+        return any(self.wanted.get(name, False) for name in names)
 
     @property
     def by_pair(self) -> tuple[int, ...]:
         """The shape of what there is of each pair."""
         T, K = self.sizes.T, self.sizes.K
         return (T, K) if K and self.pairs == T * K else (self.pairs,)
+
+    def arrays(self, *names: str, itemsize: int = 0) -> tuple[Traffic, ...]:
+        """Those of `ARRAYS`. itemsize: in place of their own."""
+        lengths = self.sizes.letters | {"places": self.places, "pairs": self.pairs, "chunks": self.num_chunks}
+        lengths |= {
+            "s": self.shared,
+            "hs": self.sizes.halves * self.shared,
+            "E+1": self.sizes.E + 1,
+            "T+1": self.sizes.T + 1,
+        }
+
+        def array(name: str) -> Traffic:
+            shape, of = ARRAYS[name]
+            lies = self.by_pair if shape == "pair" else tuple(lengths[word] for word in shape.split())
+            own = getattr(self, of) if of else cost.ID_BYTES
+            return Traffic(name.replace("up_proj", self.shown("up_proj")), lies, itemsize or own)
+
+        return tuple(map(array, names))
 
     def shown(self, name: str) -> str:
         """How a table calls an array."""
@@ -190,7 +199,7 @@ def product_calls(s: LayerCall, phase: str) -> dict[str, Call]:
         for call in LAYER
         if (phase == "backward") == bool(BACKWARD & call.inputs.keys())
         and not call.f32
-        and any(s.wanted.makes(name) for name in call.made)
+        and any(name not in MADE_FOR or s.wants(*MADE_FOR[name]) for name in call.made)
         and not (call.product == "combine" and (s.fused if "scores" in call.inputs else s.fused_backward))
         and call.entry.in_layer is not None
         and any(True for _ in call.entry.in_layer(s.sizes, up, down))
@@ -270,116 +279,95 @@ def _in_fp8(s: LayerCall, step: Step) -> Iterator[Step]:
 # --- A layer ---------------------------------------------------------------------------------------------------------------
 
 
-class _Arrays:
-    """The arrays of a layer beside those of its products."""
-
-    def __init__(self, s: LayerCall) -> None:
-        (T, d, n, E, _, halves), f, i = s.sizes, s.logit_itemsize, cost.ID_BYTES
-        self.x, self.d_x, self.out, self.d_out = (
-            Traffic(name, (T, d), s.itemsize) for name in ("x", "dX", "out", "dO")
-        )
-        self.out_f32, self.d_x_f32 = (array._replace(itemsize=4) for array in (self.out, self.d_x))
-        self.logits, self.d_logits = (Traffic(name, (T, E), f) for name in ("logits", "dlogits"))
-        self.router, self.d_router = (
-            Traffic(name, (E, d), s.router_itemsize) for name in ("router.weight", "d router.weight")
-        )
-        self.experts, self.load = Traffic("experts", s.by_pair, i), Traffic("load", (E,), i)
-        self.scores, self.d_scores = (Traffic(name, s.by_pair, f) for name in ("S", "dS"))
-        self.lists = (
-            Traffic("expert_pair_indices", (s.places,), i),
-            Traffic("expert_token_offsets", (s.num_chunks, E + 1), i),
-            Traffic("token_index_map", (s.pairs,), i),
-        )
-        self.of_pairs = (
-            () if s.sizes.K else (Traffic("pair_tokens", (s.pairs,), i), Traffic("token_offsets", (T + 1,), i))
-        )
-        up, down = s.shown("up_proj"), "down_proj"
-        self.weights = (Traffic(up, (E, halves * n, d), s.itemsize), Traffic(down, (E, d, n), s.itemsize))
-        self.masters = tuple(weight._replace(itemsize=s.weight_itemsize) for weight in self.weights)
-        kept = {"recompute": (), "minimal": ("H",), "paper": ("H", "act")}[s.save]
-        scale = FP8.h.scale if s.in_fp8 else ""
-        self.kept = tuple(
-            Traffic(name, (s.places, s.sizes.h if name == "H" else n), s.itemsize, scale) for name in kept
-        )
-        shared = ((up, (halves * s.shared, d)), ("down", (d, s.shared)))
-        self.shared = tuple(Traffic(f"shared {name}", size, s.weight_itemsize) for name, size in shared)
+ARRAYS = {
+    name: (shape, of)
+    for of, shapes in {
+        "itemsize": {"x": "T d", "dX": "T d", "out": "T d", "dO": "T d", "up_proj": "E h d", "down_proj": "E d n"}
+        | {"H": "places h", "act": "places n"},
+        "weight_itemsize": {"shared up_proj": "hs d", "shared down": "d s"}
+        | {"d shared up_proj": "hs d", "d shared down": "d s"},
+        "router_itemsize": {"router.weight": "E d", "d router.weight": "E d"},
+        "logit_itemsize": {"logits": "T E", "dlogits": "T E", "S": "pair", "dS": "pair"},
+        "": {"expert_pair_indices": "places", "expert_token_offsets": "chunks E+1", "token_index_map": "pairs"}
+        | {"pair_tokens": "pairs", "token_offsets": "T+1", "experts": "pair", "load": "E"},
+    }.items()
+    for name, shape in shapes.items()
+}
+"""The arrays of a layer beside those of its products: shape, and the field of a `LayerCall` with the bytes of an element, "" for
+indices. hs, s: rows and columns of the shared expert."""
+KEPT: dict[str, tuple[str, ...]] = {"recompute": (), "minimal": ("H",), "paper": ("H", "act")}  # by save policy
 
 
-def _cast_weights(s: LayerCall, a: _Arrays, phase: str, *which: bool) -> Iterator[Step]:
+def _cast_weights(s: LayerCall, phase: str, *which: bool) -> Iterator[Step]:
     """which: whether up, whether down."""
     if s.weight_itemsize != s.itemsize and any(which) and s.in_fp8 != "before":
-        masters, weights = (tuple(compress(arrays, which)) for arrays in (a.masters, a.weights))
-        yield Step(phase, "weights to x's dtype", masters, weights)
+        names = tuple(compress(("up_proj", "down_proj"), which))
+        masters = s.arrays(*names, itemsize=s.weight_itemsize)
+        yield Step(phase, "weights to x's dtype", masters, s.arrays(*names))
 
 
-def _router_product(s: LayerCall) -> float:
-    return 2.0 * s.sizes.T * s.sizes.d * s.sizes.E
+def _operations(s: LayerCall, width: int, products: int = 1) -> float:
+    """products: of (T, d) by (d, width)."""
+    return 2.0 * s.sizes.T * s.sizes.d * width * products
 
 
 def _forward(s: LayerCall) -> Iterator[Step]:
-    a, w, phase = _Arrays(s), s.wanted, "forward"
-    by_experts = w.experts and (w.up_proj or s.save == "recompute")  # x is kept
+    a, experts, scores, phase = s.arrays, s.wants(*EXPERTS), s.wants(*SCORES), "forward"
+    by_experts = experts and (s.wants("up_proj") or s.save == "recompute")  # x is kept
 
-    def kept(*arrays: Traffic, by: bool = w.experts) -> tuple[Traffic, ...]:
-        return arrays if by else ()
+    def kept(by: bool, *names: str) -> tuple[Traffic, ...]:
+        return a(*names) if by else ()
 
+    of_pairs = kept(not s.sizes.K, "pair_tokens", "token_offsets")
     if s.router == "other":
-        yield Step(phase, "router", (a.x,), (a.scores, a.experts), None)
+        yield Step(phase, "router", a("x"), a("S", "experts"), None)
     else:
-        keeps = (*kept(a.x, by=w.router and not by_experts), *kept(a.logits, by=w.scores))
-        yield Step(phase, "router product", (a.x, a.router), (a.logits,), _router_product(s), keeps)
-        made = (a.scores, a.experts, *a.of_pairs)
-        yield Step(phase, _choice(s), (a.logits,), made, 0.0, kept(a.experts, by=w.scores))
+        keeps = kept(s.wants("router") and not by_experts, "x") + kept(scores, "logits")
+        yield Step(phase, "router product", a("x", "router.weight"), a("logits"), _operations(s, s.sizes.E), keeps)
+        yield Step(phase, s.router, a("logits"), a("S", "experts") + of_pairs, 0.0, kept(scores, "experts"))
         if s.losses or s.sizes.K:
-            keeps = kept(a.load, by=s.losses and w.scores)
-            yield Step(phase, "load and losses", (a.logits, a.experts), (a.load,), 0.0, keeps)
-    yield Step(phase, "dispatch", (a.experts,), a.lists, 0.0, kept(*a.lists, *a.of_pairs))
-    yield from _cast_weights(s, a, phase, True, True)
-    by_product = {"up_forward": kept(*kept(a.x, by=by_experts), *a.kept)}
-    by_product |= dict.fromkeys(("down_forward_fused", "combine"), kept(a.scores))
+            keeps = kept(s.losses and scores, "load")
+            yield Step(phase, "load and losses", a("logits", "experts"), a("load"), 0.0, keeps)
+    lists = a("expert_pair_indices", "expert_token_offsets", "token_index_map")
+    yield Step(phase, "dispatch", a("experts"), lists, 0.0, lists + of_pairs if experts else ())
+    yield from _cast_weights(s, phase, True, True)
+    of_up = (array._replace(scale=FP8.h.scale if s.in_fp8 else "") for array in kept(experts, *KEPT[s.save]))
+    by_product = dict.fromkeys(("down_forward_fused", "combine"), kept(experts, "S"))
+    by_product["up_forward"] = (*kept(by_experts, "x"), *of_up)
     for name, call in product_calls(s, phase).items():
         yield from _product(s, call, phase, name, by_product.get(name, ()))
     if s.fused:
-        yield Step(phase, "out to x's dtype", (a.out_f32,), (a.out,))
+        yield Step(phase, "out to x's dtype", a("out", itemsize=4), a("out"))
     if s.shared:
-        yield Step(phase, "shared expert", (a.x, *a.shared, a.out), (a.out,), _shared_operations(s, s.sizes.halves + 1))
-
-
-def _choice(s: LayerCall) -> str:
-    return "top-k" if s.router == "top_k" else "choice"
-
-
-def _shared_operations(s: LayerCall, products: int) -> float:
-    """products: of (T, d) by (d, width)."""
-    return 2.0 * s.sizes.T * s.sizes.d * s.shared * products
+        reads = a("x", "shared up_proj", "shared down", "out")
+        yield Step(phase, "shared expert", reads, a("out"), _operations(s, s.shared, s.sizes.halves + 1))
 
 
 def _backward(s: LayerCall) -> Iterator[Step]:
-    a, w, phase, halves = _Arrays(s), s.wanted, "backward", s.sizes.halves
-    up, down, through = w.shared_up, w.shared_down, w.x or w.shared_up
+    a, phase, x, router, scores = s.arrays, "backward", s.wants("x"), s.wants("router"), s.wants(*SCORES)
+    up, down, through = s.wants("shared_up"), s.wants("shared_down"), s.wants("x", "shared_up")
     if s.shared and (through or down):
-        d_shared = (array._replace(name=f"d {array.name}") for array in a.shared)
-        reads = compress((a.d_out, a.x, *a.shared), (True, up, w.x, through))
-        products = through + down + halves * (up + w.x)
-        writes = compress((a.d_x, *d_shared), (w.x, up, down))
-        yield Step(phase, "shared expert", tuple(reads), tuple(writes), _shared_operations(s, products))
-    calls, again = product_calls(s, phase), w.experts and s.save == "recompute"
-    yield from _cast_weights(s, a, phase, w.x or again, "down_backward_act" in calls)
+        reads = compress(("dO", "x", "shared up_proj", "shared down"), (True, up, x, through))
+        writes = compress(("dX", "d shared up_proj", "d shared down"), (x, up, down))
+        products = through + down + s.sizes.halves * (up + x)
+        yield Step(phase, "shared expert", a(*reads), a(*writes), _operations(s, s.shared, products))
+    calls, again = product_calls(s, phase), s.wants(*EXPERTS) and s.save == "recompute"
+    yield from _cast_weights(s, phase, x or again, "down_backward_act" in calls)
     if again:
         yield from _product(s, CALLS["up_forward"], phase, "up_forward again")
     for name, call in sorted(calls.items(), key=lambda item: bool(s.in_fp8) and item[0] == "down_backward_weight"):
         yield from _product(s, call, phase, name)  # quantized, W_down's gradient is the last
-    if s.fused_backward and w.x:
-        yield Step(phase, "dX to x's dtype", (a.d_x_f32,), (a.d_x,))
-    if s.router == "other" and w.scores:
-        yield Step(phase, "router", (a.x, a.d_scores), (a.d_x,) * w.x, None)
-    elif w.scores:
-        yield Step(phase, _choice(s), (a.logits, a.experts, a.d_scores), (a.d_logits,))
+    if s.fused_backward and x:
+        yield Step(phase, "dX to x's dtype", a("dX", itemsize=4), a("dX"))
+    if s.router == "other" and scores:
+        yield Step(phase, "router", a("x", "dS"), a("dX") * x, None)
+    elif scores:
+        yield Step(phase, s.router, a("logits", "experts", "dS"), a("dlogits"))
         if s.losses:
-            yield Step(phase, "load and losses", (a.logits, a.load), (a.d_logits,))
-            yield Step(phase, "sum of dlogits", (a.d_logits, a.d_logits), (a.d_logits,))
-        reads = compress((a.d_logits, a.x, a.router), (True, w.router, w.x))
-        writes = compress((a.d_x, a.d_router), (w.x, w.router))
-        yield Step(phase, "router product", tuple(reads), tuple(writes), (w.x + w.router) * _router_product(s))
-    if w.x:
-        yield Step(phase, "sum of dX", (a.d_x, a.d_x), (a.d_x,))
+            yield Step(phase, "load and losses", a("logits", "load"), a("dlogits"))
+            yield Step(phase, "sum of dlogits", a("dlogits", "dlogits"), a("dlogits"))
+        reads = compress(("dlogits", "x", "router.weight"), (True, router, x))
+        writes = compress(("dX", "d router.weight"), (x, router))
+        yield Step(phase, "router product", a(*reads), a(*writes), _operations(s, s.sizes.E, x + router))
+    if x:
+        yield Step(phase, "sum of dX", a("dX", "dX"), a("dX"))

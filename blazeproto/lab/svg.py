@@ -43,14 +43,15 @@ class Picture:
         return path
 
 
-def blank(width: float, height: float, title: str) -> Axes:
-    """Axes without a frame, alone in a figure of so many SVG units. A line's place in y is its number, from above."""
+def blank(width: float, height: float, title: str) -> tuple[Figure, Axes]:
+    """A figure of so many SVG units, and its axes, without a frame. A line's place in y is its number, from above."""
     need("matplotlib")
     from matplotlib.figure import Figure
 
-    ax = Figure((width / INCH, height / INCH), layout="constrained").subplots()
+    figure = Figure((width / INCH, height / INCH), layout="constrained")
+    ax = figure.subplots()
     ax.set_title(title, loc="left", family="monospace", size=9, pad=14)
     ax.tick_params(length=0, labelsize=8)
     ax.spines[:].set_visible(False)
     ax.invert_yaxis()
-    return ax
+    return figure, ax

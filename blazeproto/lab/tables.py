@@ -3,20 +3,21 @@
 View("Dispatch", {"tokens": "5"}, [Table(["expert", "load", ""], [["0", "3", Bar(3, 5)]])])
 """
 
-from __future__ import annotations
-
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from itertools import chain
 
 from blazeproto.runtime.optional import need
 
-need("rich")
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType
+try:
+    from rich import box
+    from rich.console import Console, ConsoleOptions, Group, RenderableType
     from rich.table import Table as RichTable
+    from rich.text import Text
+except ImportError:
+    need("rich")  # says how to install it
+    raise
 
 BAR_WIDTH = 32  # characters of a full bar
 TEXT_WIDTH = 110  # columns of a view as plain text
@@ -29,12 +30,7 @@ class Drawn:
 
     width = TEXT_WIDTH
 
-    def __rich__(self) -> RenderableType:
-        raise NotImplementedError
-
     def _printed(self, width: int) -> Console:
-        from rich.console import Console
-
         console = Console(file=io.StringIO(), width=width, color_system="truecolor", force_jupyter=False, record=True)
         console.print(self)
         return console
@@ -45,6 +41,9 @@ class Drawn:
 
     def _repr_html_(self) -> str:
         return self._printed(self.width).export_html(inline_styles=True, code_format=HTML)
+
+    def __repr__(self) -> str:
+        return self.text()
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,48 @@ class Table:
             if len(row) != len(self.columns):
                 raise ValueError(f"rows: expected {len(self.columns)} cells in each, got {len(row)}")
 
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        """No name is split: as rows, or where that is too wide with a line for each cell."""
+        least = [self._least_width(place) for place in range(len(self.columns))]
+        if sum(least) + GAP * len(least) <= options.max_width:
+            yield self._in_rows(least)
+            return
+        lines = ([*zip(self.columns, map(_text, row), strict=True), ()] for row in self.rows)
+        yield _named(chain.from_iterable(lines), self.caption)
+
+    def _wraps(self, place: int) -> bool:
+        """Whether a cell of this column may have several lines, of whole words."""
+        return (
+            place > 0 and self.columns[place] in self.left and not any(isinstance(row[place], Bar) for row in self.rows)
+        )
+
+    def _least_width(self, place: int) -> int:
+        texts = [self.columns[place], *(_text(row[place]) for row in self.rows)]
+        parts = [word for text in texts for word in text.split()] if self._wraps(place) else texts
+        return max(map(len, parts), default=0)
+
+    def _in_rows(self, least: Sequence[int]) -> RichTable:
+        made = RichTable(box=box.SIMPLE_HEAD, caption=self.caption or None, caption_justify="left", pad_edge=False)
+        for place, column in enumerate(self.columns):
+            left = column in self.left or any(isinstance(row[place], Bar) for row in self.rows)
+            wraps = self._wraps(place)
+            made.add_column(column, justify="left" if left else "right", no_wrap=not wraps, min_width=least[place])
+        for number, row in enumerate(self.rows, start=1):
+            made.add_row(*(Text(_text(cell)) for cell in row), end_section=number == len(self.rows) - self.last)
+        return made
+
+
+def _text(cell: Cell) -> str:
+    return cell.text() if isinstance(cell, Bar) else cell
+
+
+def _named(lines: Iterable[Sequence[str]], caption: str = "") -> RichTable:
+    """A line for each name and what it has, an empty one for nothing."""
+    made = RichTable(box=None, show_header=False, padding=(0, 2, 0, 0), caption=caption or None)
+    for line in lines:
+        made.add_row(*map(Text, line, ("dim", "")))
+    return made
+
 
 @dataclass(frozen=True)
 class View(Drawn):
@@ -99,74 +140,10 @@ class View(Drawn):
     tables: Sequence[Table] = ()
     note: str = ""
 
-    def __rich__(self) -> RenderableType:
-        from rich.console import Group
-        from rich.table import Table as RichTable
-        from rich.text import Text
-
-        parts: list[RenderableType] = [Text(self.title, style="bold")]
-        if self.facts:
-            facts = RichTable(box=None, show_header=False, padding=(0, 2, 0, 0))
-            for name, value in self.facts.items():
-                facts.add_row(Text(name, style="dim"), Text(value))
-            parts.append(facts)
-        parts += [Fitted(table) for table in self.tables]
-        return Group(*parts, *([Text(self.note, style="dim")] if self.note else []))
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """What rich draws of a table, with no name split: as rows, or where that is too wide with a line for each cell."""
-
-    table: Table
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        least = [_least_width(self.table, place) for place in range(len(self.table.columns))]
-        fits = sum(least) + GAP * len(least) <= options.max_width
-        yield _rich(self.table, least) if fits else _stacked(self.table)
-
-
-def _wraps(table: Table, place: int) -> bool:
-    """Whether a cell of this column may have several lines, of whole words."""
-    return place > 0 and table.columns[place] in table.left and all(isinstance(row[place], str) for row in table.rows)
-
-
-def _least_width(table: Table, place: int) -> int:
-    texts = [table.columns[place], *(_text(row[place]) for row in table.rows)]
-    parts = [word for text in texts for word in text.split()] if _wraps(table, place) else texts
-    return max(map(len, parts), default=0)
-
-
-def _text(cell: Cell) -> str:
-    return cell.text() if isinstance(cell, Bar) else cell
-
-
-def _stacked(table: Table) -> RichTable:
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    made = RichTable(box=None, show_header=False, padding=(0, 2, 0, 0), caption=table.caption or None)
-    for row in table.rows:
-        for column, cell in zip(table.columns, row, strict=True):
-            made.add_row(Text(column, style="dim"), Text(_text(cell)))
-        made.add_row()
-    return made
-
-
-def _rich(table: Table, least: Sequence[int]) -> RichTable:
-    from rich import box
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    made = RichTable(box=box.SIMPLE_HEAD, caption=table.caption or None, caption_justify="left", pad_edge=False)
-    for place, column in enumerate(table.columns):
-        left = column in table.left or any(isinstance(row[place], Bar) for row in table.rows)
-        wraps = _wraps(table, place)
-        made.add_column(column, justify="left" if left else "right", no_wrap=not wraps, min_width=least[place])
-    for number, row in enumerate(table.rows, start=1):
-        ends = number == len(table.rows) - table.last
-        made.add_row(*(Text(_text(cell)) for cell in row), end_section=ends)
-    return made
+    def __rich__(self) -> Group:
+        facts = [_named(self.facts.items())] if self.facts else []
+        note = [Text(self.note, style="dim")] if self.note else []
+        return Group(Text(self.title, style="bold"), *facts, *self.tables, *note)
 
 
 # --- Numbers as words ------------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
-"""Timing GPU programs against each other, in turn (A B A B), so that clocks and temperature treat all alike."""
-
-from __future__ import annotations
+"""Timing: GPU programs against each other, in turn (A B A B), so that clocks and temperature treat all alike; and one
+alone, with a cold L2 cache."""
 
 import math
 import statistics
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +19,9 @@ LONG_MS = 60.0  # programs longer than this are timed over fewer rounds
 LONG_ROUNDS = 8
 BURST_MS = 1.0  # a timed interval holds enough calls to last about this long
 HOLD_CYCLES = 2_000_000  # that the GPU is held, about a millisecond, while the host queues what is timed
+COLD_ROUNDS, COLD_WARMUPS = 10, 3  # of a program alone
+FLUSH_NUMBERS = 2**26  # fp32, read between two runs: five times an H200's L2 cache
+MOST_FLUSHES = 128  # some ten milliseconds, in which the host queues a call
 
 
 class Rotation:
@@ -77,6 +80,39 @@ def interleaved_ms(
             if index < plan[name]:
                 samples[name].append(elapsed_ms(call, burst[name], queued=queued))
     return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def cold_ms(call: Call, rounds: int = COLD_ROUNDS) -> float:
+    """Median milliseconds of one call on the current GPU and stream, by CUDA events, with none of its inputs in the L2 cache.
+
+    The GPU reads other memory while the host queues the call, so launches are not timed, and nothing in the cache need be
+    written back first. The call must not wait for the GPU.
+    """
+    for _ in range(COLD_WARMUPS):
+        call()
+    other = torch.zeros(FLUSH_NUMBERS, device="cuda")
+    samples: list[float] = []
+    flushes = 2
+    while len(samples) < rounds:
+        torch.cuda.synchronize()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        for _ in range(flushes):
+            other.sum()
+        start.record()
+        call()
+        end.record()
+        late = start.query()  # the GPU was through with the reading before the host with the call
+        end.synchronize()
+        if late and flushes < MOST_FLUSHES:
+            flushes *= 2
+        else:
+            samples.append(float(start.elapsed_time(end)))
+    return statistics.median(samples)
+
+
+def wall_ms(call: Callable[[], object], rounds: int = COLD_ROUNDS) -> float:
+    """Median milliseconds of one call by the host's clock, which is right on a CPU alone."""
+    return 1e3 * statistics.median(timeit.repeat(call, number=1, repeat=COLD_WARMUPS + rounds)[COLD_WARMUPS:])
 
 
 def gpu_here() -> str | None:

@@ -9,16 +9,16 @@ The classes show themselves through `blazeproto.runtime.shown.Shown`, which asks
 
 from __future__ import annotations
 
-from collections import Counter
+import re
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from blazeproto.dispatch import Dispatch
 from blazeproto.gemm import Kernel, TileConfig
 from blazeproto.gemm.tiles import BF16, BK, BM, TILES, WARPGROUP
-from blazeproto.lab.resources import resources
 from blazeproto.lab.tables import Bar, Cell, Table, View, in_bytes
 from blazeproto.runtime.arch import HOPPER
 from blazeproto.runtime.optional import need
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 __all__ = ["imbalance", "loads_of", "plot_load", "view"]
 
+# A Hopper multiprocessor (CUDA C++ programming guide, compute capability 9.0).
+REGISTERS, QUARTERS, REGISTER_UNIT = 65536, 4, 256  # of which each quarter has as many; a warp takes whole units
+SHARED_BYTES, SHARED_RESERVED, SHARED_UNIT = 228 * 1024, 1024, 128  # of a CTA, the system reserves some
+MOST_THREADS, MOST_CTAS, WARP = 2048, 32, 32
 MOST_BARS = 32  # experts whose load a view draws; of more, those with the most and the least
 EXAMPLE_TOKENS, EXAMPLE_PAIRS = 12, 36  # up to so many a view shows who is where, as MoEBlaze §4.1 does
 CONSUMERS = 2  # warpgroups that multiply a tile
@@ -104,9 +108,8 @@ def _example(dispatch: Dispatch, loads: list[int]) -> list[Table]:
     tokens = dispatch.expert_token_indices.tolist()
     expert_of = {pair: e for e, ends in enumerate(pairwise(offsets)) for pair in pairs[slice(*ends)]}
     places = dispatch.token_index_map.tolist()
-    begins = [t * (dispatch.top_k or 0) for t in range(dispatch.num_tokens + 1)]
-    if dispatch.token_offsets is not None:
-        begins = dispatch.token_offsets.tolist()
+    of_tokens = dispatch.token_offsets
+    begins = range(0, dispatch.num_pairs + 1, dispatch.top_k or 1) if of_tokens is None else of_tokens.tolist()
 
     def numbers(values: list[Any]) -> str:
         return " ".join(map(str, values))
@@ -131,9 +134,14 @@ def _example(dispatch: Dispatch, loads: list[int]) -> list[Table]:
         ]
         for token, (begin, end) in enumerate(pairwise(begins))
     ]
-    names = ("token_expert_indices", "expert_pair_indices", "expert_token_offsets", "token_index_map")
+    names = [
+        "token_expert_indices",
+        "expert_pair_indices",
+        "expert_token_offsets",
+        "token_index_map",
+        "expert_token_indices",
+    ]
     lists = [[name, numbers(getattr(dispatch, name).tolist())] for name in names if getattr(dispatch, name) is not None]
-    lists.append(["expert_token_indices", numbers(tokens)])
     words = ["", "rows", "pairs", "tokens", "experts", "list", "values"]
     return [
         Table(["expert", "load", "", "rows", "pairs", "tokens"], by_expert, "┊ the mean load", left=words),
@@ -199,29 +207,93 @@ def _of_tiles(config: TileConfig) -> View:
     )
 
 
+# --- What a kernel takes of a multiprocessor ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Resources:
+    """registers: that a thread starts with.  spills: bytes a thread stores and loads for want of them.
+    smem_bytes: shared memory of a CTA.  threads: of a CTA.  ctas: of a multiprocessor at a time.
+    wgmma: instructions in the machine code, each counted once however often it runs; None without nvdisasm.
+    """
+
+    registers: int
+    spills: int
+    smem_bytes: int
+    threads: int
+    ctas: int
+    wgmma: int | None
+
+
+def resources(kernel: Kernel, *, sass: bool = True) -> Resources:
+    """The resources of a kernel, which is compiled if need be. CompileError if the compiler refuses it.
+
+    sass: whether to disassemble it, half a second, and count its wgmma.
+    """
+    threads = threads_of(kernel)
+    registers, smem = kernel.registers, kernel.smem_bytes
+    ctas = ctas_per_multiprocessor(registers, threads, smem)
+    return Resources(registers, kernel.spills, smem, threads, ctas, wgmma_count(kernel) if sass else None)
+
+
+def threads_of(kernel: Kernel) -> int:
+    """The threads of a CTA: what the kernel says, or the bound that its source declares (``__launch_bounds__``)."""
+    if kernel.threads:
+        return kernel.threads
+    declared = re.search(rf"\.entry {re.escape(kernel.entry)}\(.*?\.maxntid (\d+), (\d+), (\d+)", kernel.ptx, re.DOTALL)
+    if declared is None:
+        raise ValueError(f"kernel: expected __launch_bounds__ at {kernel.entry} in {kernel.file}, found none")
+    x, y, z = map(int, declared.groups())
+    return x * y * z
+
+
+def ctas_per_multiprocessor(registers: int, threads: int, smem_bytes: int) -> int:
+    """How many CTAs fit on a Hopper multiprocessor: by registers, threads, shared memory, and 32 at most."""
+    warps = -(-threads // WARP)
+    warp_registers = -(-registers * WARP // REGISTER_UNIT) * REGISTER_UNIT
+    by_registers = QUARTERS * (REGISTERS // QUARTERS // warp_registers) // (-(-warps // QUARTERS) * QUARTERS)
+    smem = -(-smem_bytes // SHARED_UNIT) * SHARED_UNIT + SHARED_RESERVED
+    return min(by_registers, MOST_THREADS // (warps * WARP), SHARED_BYTES // smem, MOST_CTAS)
+
+
+def wgmma_count(kernel: Kernel) -> int | None:
+    """Instructions in the kernel's machine code that wgmma becomes, ``HGMMA`` on bf16 and ``QGMMA`` on fp8; None without
+    nvdisasm."""
+    if "wgmma.mma_async" not in kernel.ptx:
+        return 0
+    try:
+        sass = kernel.sass
+    except FileNotFoundError:
+        return None
+    sections = re.split(r"^\s*\.section\s+\.text\.(\w+),.*$", sass, flags=re.MULTILINE)  # others, name, text, name, ...
+    return sum(
+        len(re.findall(r"\b[HQ]GMMA\b", code))
+        for name, code in zip(sections[1::2], sections[2::2], strict=True)
+        if name == kernel.entry
+    )
+
+
 # --- A layer ---------------------------------------------------------------------------------------------------------------
 
 
 def _of_layer(layer: MoE) -> View:
     of_experts = (layer.up_name, "down_proj", f"{layer.up_name}_bias", "down_proj_bias")
-    rows, total, active = [], 0, 0
-    for name, parameter in layer.named_parameters():
-        count = parameter.numel()
-        total += count
-        active += count * layer.top_k // layer.num_experts if name in of_experts else count
-        shape = " x ".join(map(str, parameter.shape))
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        rows.append([name, shape, dtype, f"{count:,}", in_bytes(count * parameter.itemsize)])
-    total_bytes = sum(p.numel() * p.itemsize for p in layer.parameters())
-    rows.append(["all", "", "", f"{total:,}", in_bytes(total_bytes)])
-    dtypes = Counter(str(p.device) for p in layer.parameters())
+    parameters = dict(layer.named_parameters())
+    counts = {name: p.numel() for name, p in parameters.items()}
+    met = {name: n * layer.top_k // layer.num_experts if name in of_experts else n for name, n in counts.items()}
+    total, active = sum(counts.values()), sum(met.values())
+    rows = [
+        [name, " x ".join(map(str, p.shape)), str(p.dtype).removeprefix("torch."), f"{p.numel():,}", in_bytes(p.nbytes)]
+        for name, p in parameters.items()
+    ]
+    rows.append(["all", "", "", f"{total:,}", in_bytes(sum(p.nbytes for p in parameters.values()))])
     tokens = 4096
     facts = {
         "sizes": f"d={layer.d_model}, n={layer.d_expert}, E={layer.num_experts}, K={layer.top_k}",
         "experts": f"{layer.activation}, combine={layer.combine}, backend={layer.backend}",
         "runs on": layer.runs_on(),
         "router": f"{type(layer.router).__name__}({getattr(layer.router, 'extra_repr', str)()})",
-        "device": ", ".join(dtypes),
+        "device": ", ".join(dict.fromkeys(str(p.device) for p in parameters.values())),
         "parameters": f"{total:,}, of which a token meets {active:,} ({100 * active / max(total, 1):.1f} %)",
     }
     with suppress(RuntimeError):  # from a layer that does not know beforehand

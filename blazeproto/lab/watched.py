@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -12,12 +11,10 @@ from blazeproto.lab.workbench import Workbench
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Two runs to warm up, and one for ncu. arguments: the product, T, d, n, E, K, and further options as JSON."""
-    product, *numbers = arguments[:6]
-    options: dict[str, Any] = json.loads(arguments[6])
+    """Two runs to warm up, and one for ncu. arguments: those of a `Workbench`, and its sources, as JSON."""
+    options = json.loads(arguments[0])
     sources, config = options.pop("sources"), options.pop("config")
-    sizes: dict[str, Any] = dict(zip("TdnEK", map(int, numbers), strict=True))
-    bench = Workbench(product, **sizes, **options, config=TileConfig(**config) if config else None)
+    bench = Workbench(**options, config=TileConfig(**config) if config else None)
     if sources:
         bench.reopen(sources)
     bench.run(), bench.run()

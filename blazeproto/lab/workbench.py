@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,24 +33,46 @@ from blazeproto.gemm.e4m3 import BLOCK
 from blazeproto.gemm.product import Build, Product
 from blazeproto.gemm.recipe import Recipe, name_of
 from blazeproto.gemm.tiles import CHUNK, MAX_EXPERTS
-from blazeproto.lab import on_machine
-from blazeproto.lab.accuracy import far_off
-from blazeproto.lab.attended import Attended, seconds_of
-from blazeproto.lab.bounds import Reference, reference
-from blazeproto.lab.calls import CALLS, Output, Poisoned, Setting, everything_read, sums_of, told_stray
+from blazeproto.lab import target
+from blazeproto.lab.accuracy import Reference, far_off, reference
+from blazeproto.lab.calls import CALLS, Poisoned, everything_read, sums_of, told_stray
 from blazeproto.lab.counters import HardwareCounters, counters
 from blazeproto.lab.edit import EditedSources
-from blazeproto.lab.mismatch import Comparison, Inputs, Places, places_of
 from blazeproto.lab.oracle import ROUTINGS, YARDSTICK, evaluate, make_case, pad_rows
 from blazeproto.lab.target import Machine
 from blazeproto.lab.timeline import MACRO as TIMELINE
 from blazeproto.lab.timeline import Timeline, record, record_steps
 from blazeproto.lab.times import ROUNDS, Times, gpu_here, interleaved_ms
-from blazeproto.lab.verdict import Verdict
+from blazeproto.lab.verdict import Comparison, Places, Verdict, places_of
 from blazeproto.runtime import arch, checks
 
 GPU_RUNS = 20
 DELAYS = "INJECT_DELAYS"  # ptx.cuh: a race shows as a wrong answer
+
+
+class Inputs(NamedTuple):
+    """What runs read, write and are compared with: made once, kept where the kernel runs.
+
+    arguments: of the product's function, outputs among them.  memory: the outputs', and a workspace's.
+    read: all that is read.  sums: of its bits.  yardstick: quantized outputs, with what rounding alone does to them.
+    """
+
+    case: Any
+    arguments: dict[str, Any]
+    memory: dict[str, Poisoned]
+    references: dict[str, Reference]
+    places: dict[str, Places]
+    read: dict[str, Tensor | None]
+    sums: dict[str, int]
+    yardstick: dict[str, Tensor]
+
+    @property
+    def values(self) -> dict[str, Tensor]:
+        return {name: memory.values for name, memory in self.memory.items()}
+
+    def used(self, name: str) -> int | None:
+        """Lines of an output that are in use, where not all are."""
+        return len(self.case.row_pair) if self.memory[name].output.index == "row" else None
 
 
 class Workbench:
@@ -99,9 +121,8 @@ class Workbench:
         if config is not None and self.entry.kernel is None:
             raise ValueError(f"config: expected None for {product}, which has no tiles, got {config}")
         self.activation, self.routing, self.precision = activation, routing, name_of(precision)
-        sizes = Sizes(T, d, n, E, K, activation_named(activation).halves)
-        self.setting = Setting(product, sizes, activation, config, element)
-        self.call = CALLS[product]
+        self.sizes, self.element = Sizes(T, d, n, E, K, activation_named(activation).halves), element
+        self.call, self.operations, self.ragged = CALLS[product], self.entry.operations(self.sizes), E
         self._kernels(Build())  # refuses tiles that it cannot have
 
     def _set_up(self, product: str, entry: Product, seed: int, config: TileConfig | None, device: str) -> None:
@@ -121,8 +142,7 @@ class Workbench:
 
     @property
     def _shape(self) -> str:
-        s = self.setting.sizes
-        precision = f", {self.precision}" if self.setting.element.scales else ""
+        s, precision = self.sizes, f", {self.precision}" if self.element.scales else ""
         return f"T={s.T}, d={s.d}, n={s.n}, E={s.E}, K={s.K}, {self.activation}, {self.routing}{precision}"
 
     # --- The sources and the kernel ------------------------------------------------------------------------------------
@@ -176,7 +196,9 @@ class Workbench:
 
     def _kernels(self, build: Build) -> list[Kernel]:
         """Those that a call launches, the main one first."""
-        return self.setting.kernels(build)
+        tiles = self.config or self.entry.tiles_of(self.sizes, self.element)
+        variant = self.entry.variant._replace(activation=self.activation, element=self.element)
+        return self.entry.launches(self.sizes, tiles, variant, build)
 
     def diff(self) -> str:
         """What was changed, as a unified diff against the package's sources; empty where nothing was."""
@@ -226,18 +248,22 @@ class Workbench:
                 continue
             comparison.add(self._in_use())
             for name, memory in inputs.memory.items():
-                touched[name] = torch.maximum(touched[name], self._touched(name, memory))
+                touched[name] = torch.maximum(touched[name], memory.touched(inputs.used(name)))
         stray = [line for name, counts in touched.items() for line in told_stray(name, counts.tolist())]
         stray += [*self._written_over(), *far_off(self._in_use(), inputs.yardstick, inputs.references)]
         verdict = comparison.verdict(self.product, stray, self.part)
         return attended.verdict(verdict) if attended else verdict
 
-    def _attended(self, runs: int) -> Attended:
+    def _attended(self, runs: int) -> target.Attended:
         """For runs on the machine."""
-        outputs, s = self._inputs.outputs.values(), self.setting.sizes
-        tiles = sum(prod(output.shape) // prod(output.tile) + s.E for output in outputs)
-        seconds = seconds_of(self.product, s, sum(prod(output.shape) for output in outputs))
-        return Attended(self.product, runs, tiles, seconds)
+        outputs = [memory.output for memory in self._inputs.memory.values()]
+        tiles = sum(prod(output.shape) // prod(output.tile) + self.ragged for output in outputs)
+        if self.entry.kernel is None:  # it moves bytes
+            steps = target.STEPS_A_BYTE * self.entry.least_bytes(self.sizes)
+        else:
+            steps = target.STEPS_AN_OUTPUT * sum(prod(output.shape) for output in outputs)
+            steps += target.STEPS_AN_OPERATION * self.operations
+        return target.Attended(self.product, runs, tiles, steps)
 
     def time(self, rounds: int = ROUNDS) -> Times:
         """Milliseconds of a call, beside the floor (`blazeproto.cost`) and the package's own kernel, in turn with it.
@@ -257,7 +283,7 @@ class Workbench:
         return Times(self.product, floor_ms=None if gpu is None else self._floor_ms(gpu), **measured)
 
     def _floor_ms(self, gpu: str) -> float:
-        return cost.product_floor_ms(self.product, self.setting.sizes, gpu, self.precision)
+        return cost.product_floor_ms(self.product, self.sizes, gpu, self.precision)
 
     def timeline(self, tiles: int = 3, cta: int = 0) -> Timeline:
         """What each warp of one CTA does in its first ``tiles`` tiles, and when: by clock reads that are compiled in for this.
@@ -280,7 +306,7 @@ class Workbench:
         """
         self._needs_tiles("counters")
         self._needs_hopper("counters")
-        s = self.setting.sizes
+        s = self.sizes
         options: dict[str, Any] = {"activation": self.activation, "routing": self.routing, "seed": self.seed}
         sources = self.edited.snapshot() if self.edited else None
         return counters(self.product, s.T, s.d, s.n, s.E, s.K, **options, config=self.config, sources=sources)
@@ -309,30 +335,20 @@ class Workbench:
     @cached_property
     def _inputs(self) -> Inputs:
         options: dict[str, Any] = {"activation": self.activation, "biases": bool(self.call.needs), "seed": self.seed}
-        options["quantized"] = bool(self.setting.element.scales)
-        device = "cuda" if self.on_gpu else "cpu"
-        case = make_case(self.setting.sizes, self.routing, device=device, **options)
+        options |= {"quantized": bool(self.element.scales), "device": "cuda" if self.on_gpu else "cpu"}
+        case = make_case(self.sizes, self.routing, **options)
         made = evaluate(YARDSTICK, case)
         references = reference(self.product, case, made)
         given = {name: pad_rows(made[name], case.dispatch.num_rows) for name in self.call.given}
         outputs = self.call.outputs(case, given, self.config)
-        places = {name: places_of(outputs[name], case) for name in references}
-        self.call.takes(self.entry.run, case, given)  # quantizes
-        inputs = self._with_memory(case, given, outputs, references, places, everything_read(case, given))
-        quantized = [name for name, array in self.call.made.items() if self.call.is_quantized(case, array)]
-        return inputs._replace(yardstick={name: case.in_use(name, made[name]) for name in quantized})
-
-    def _with_memory(
-        self,
-        case: Any,
-        given: dict[str, Tensor],
-        outputs: dict[str, Output],
-        references: dict[str, Reference],
-        places: dict[str, Places],
-        read: dict[str, Tensor | None],
-    ) -> Inputs:
         memory = {name: Poisoned(output, case.x.device) for name, output in outputs.items()}
-        return Inputs(case, given, outputs, memory, references, places, read, sums_of(read))
+        places = {name: places_of(outputs[name], case) for name in references}
+        values = {name: one.values for name, one in memory.items()}
+        arguments = self.call.arguments(case, given, values, self.config)  # quantizes
+        quantized = [name for name, array in self.call.made.items() if self.call.is_quantized(case, array)]
+        yardstick = {name: case.in_use(name, made[name]) for name in quantized}
+        read = everything_read(case, given)
+        return Inputs(case, arguments, memory, references, places, read, sums_of(read), yardstick)
 
     def _run(self, build: Build, machine: Machine | None = None) -> None:
         for memory in self._inputs.memory.values():
@@ -340,25 +356,17 @@ class Workbench:
         self._launch(build, machine)
 
     def _launch(self, build: Build, machine: Machine | None = None) -> None:
-        inputs = self._inputs
-        values = {name: memory.values for name, memory in inputs.memory.items()}
-        if machine:
-            on_machine.run(machine, self.call, inputs.case, inputs.given, values, self.config, build)
-            return
-        with product.alone({self.product: build}):
-            self.call.run(inputs.case, inputs.given, values, self.config)
+        run, arguments = self.entry.run, self._inputs.arguments
+        with product.alone({self.entry.name: build}):
+            target.launch(machine, run, **arguments) if machine else run(**arguments)
 
     def _in_use(self) -> dict[str, Tensor]:
+        """The outputs' numbers."""
         inputs = self._inputs
-        values = {name: memory.values for name, memory in inputs.memory.items()}
-        return {name: self._numbers(name, values)[: inputs.used(name)] for name in inputs.references}
+        return {name: self._numbers(name)[: inputs.used(name)] for name in inputs.references}
 
-    def _numbers(self, name: str, values: dict[str, Tensor]) -> Tensor:
-        return self.call.numbers(self._inputs.case, name, values)
-
-    def _touched(self, name: str, memory: Poisoned) -> Tensor:
-        """Elements of 16 bits that were written before an output, after it, and in rows that no pair has."""
-        return torch.cat([memory.touched(), memory.spare(self._inputs.used(name))[None]])
+    def _numbers(self, name: str) -> Tensor:
+        return self.call.numbers(self._inputs.case, name, self._inputs.values)
 
     def _written_over(self) -> list[str]:
         """Inputs that are not what they were. They are made again then."""

@@ -37,9 +37,7 @@ from blazeproto.gemm.compile import Kernel, compile_many
 from blazeproto.gemm.product import TRANSPOSED, Build, Variant
 from blazeproto.gemm.registry import quantized_kernels
 from blazeproto.gemm.tiles import CHOSEN, FORCED, PLAIN, force
-from blazeproto.lab import block_oracle
 from blazeproto.lab.accuracy import FP32_NOISE, Pool, worst_mismatches
-from blazeproto.lab.block_oracle import make_block_case
 from blazeproto.lab.calls import Case
 from blazeproto.lab.oracle import (
     EXACT,
@@ -48,7 +46,10 @@ from blazeproto.lab.oracle import (
     Arithmetic,
     Formulas,
     evaluate,
+    evaluate_blocks,
+    make_block_case,
     make_case,
+    run_block_kernels,
     run_kernels,
     stray_writes,
 )
@@ -408,12 +409,12 @@ def check_blocks(seed: int, totals: dict[str, Pool]) -> list[str]:
     """One run: lines that say what is wrong with it. Adds its errors to ``totals``."""
     shape, share, k, m = draw_blocks(seed)
     case = make_block_case(np.random.default_rng(seed).random(shape) < share, k, m, seed=seed)
-    made, pool = block_oracle.run_kernels(case), Pool()
-    again = block_oracle.run_kernels(case)
+    made, pool = run_block_kernels(case), Pool()
+    again = run_block_kernels(case)
     lines = [
         f"blocks: {name}: another run gives other bits" for name in made if not torch.equal(made[name], again[name])
     ]
-    pool.add_all(made, *(block_oracle.evaluate(arithmetic, case) for arithmetic in (YARDSTICK, EXACT)))
+    pool.add_all(made, *(evaluate_blocks(arithmetic, case) for arithmetic in (YARDSTICK, EXACT)))
     totals["blocks"].merge(pool)
     return lines + [f"blocks: {failure}" for failure in pool.failures(SINGLE_RUN_SLACK["products"], FP32_NOISE)]
 

@@ -23,7 +23,7 @@ import torch
 import blazeproto
 from blazeproto.activations import ACTIVATIONS
 from blazeproto.gemm.tiles import FORCED, force
-from blazeproto.lab.block_oracle import make_block_case, run_kernels
+from blazeproto.lab.oracle import make_block_case, run_block_kernels
 from blazeproto.router import ROUTERS, make_router, topk_route, topk_route_backward
 from scripts.checks.compare_cases import FEW, ONE_EXPERT, Shape, products_of, run_product
 from scripts.checks.compare_layers import Layer, run_layer
@@ -94,7 +94,7 @@ def layers() -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def run_blocks(mask: np.ndarray) -> dict[str, Any]:
-    return run_kernels(make_block_case(mask, 136, 200))
+    return run_block_kernels(make_block_case(mask, 136, 200))
 
 
 def block_products() -> Iterator[tuple[str, Callable[[], None]]]:

@@ -15,8 +15,7 @@ from blazeproto.gemm import TWINS, TileConfig
 from blazeproto.gemm.blocks import BLOCK
 from blazeproto.gemm.dsd import tiles
 from blazeproto.lab.accuracy import Pool
-from blazeproto.lab.block_oracle import evaluate, make_block_case, run_kernels
-from blazeproto.lab.oracle import EXACT, YARDSTICK
+from blazeproto.lab.oracle import EXACT, YARDSTICK, evaluate_blocks, make_block_case, run_block_kernels
 from blazeproto.lab.target import Machine
 from blazeproto.runtime.rounding import from_bfloat16_bits
 from blazeproto.runtime.target import launches_on
@@ -63,10 +62,10 @@ def test_against_float64(device: str) -> None:
     shapes = (((3, 2), 0.5), ((1, 3), 1.0), ((2, 2), 0.0), ((60, 42), 0.5))
     for seed, (shape, share) in enumerate(shapes[: 4 if device == "cuda" else 3]):
         case = make_block_case(np.random.default_rng(seed).random(shape) < share, 136, 200, device=device, seed=seed)
-        made = run_kernels(case)
-        again = run_kernels(case) if device == "cuda" else made
+        made = run_block_kernels(case)
+        again = run_block_kernels(case) if device == "cuda" else made
         assert all(torch.equal(made[name], again[name]) for name in made)
-        pool.add_all(made, evaluate(YARDSTICK, case), evaluate(EXACT, case))
+        pool.add_all(made, evaluate_blocks(YARDSTICK, case), evaluate_blocks(EXACT, case))
     assert not pool.failures()
 
 

@@ -16,11 +16,9 @@ from blazeproto import MoE
 from blazeproto.blocksparse import SequentialMoE, dMoE
 from blazeproto.gemm import Kernel, TileConfig, product
 from blazeproto.lab import BlockWorkbench, Workbench, explain, times
-from blazeproto.lab.block_oracle import CALLS, evaluate
-from blazeproto.lab.mismatch import Comparison
-from blazeproto.lab.oracle import EXACT
+from blazeproto.lab.oracle import BLOCK_CALLS, EXACT, evaluate_blocks
 from blazeproto.lab.target import Machine
-from blazeproto.lab.verdict import Verdict
+from blazeproto.lab.verdict import Comparison, Verdict
 
 SMALL = {"k": 136, "m": 72, "device": "cpu"}  # the second is less than a tile
 
@@ -43,12 +41,12 @@ def test_the_sources_are_right_and_have_no_race(name: str, capsys: pytest.Captur
     assert f"{name} on the machine: about" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", BLOCK_CALLS)
 def test_what_is_expected_is_the_oracles_and_one_wrong_chunk_is_found(name: str) -> None:
     bench = BlockWorkbench(name, np.random.default_rng(3).random((3, 4)) < 0.5, **SMALL)
     inputs = bench._inputs
     exact, bound = inputs.references["out"]
-    torch.testing.assert_close(exact, evaluate(EXACT, inputs.case)[name])
+    torch.testing.assert_close(exact, evaluate_blocks(EXACT, inputs.case)[name])
     out = exact.bfloat16()
     comparison = Comparison(inputs.references, inputs.places)
     comparison.add({"out": out})
@@ -62,7 +60,7 @@ def test_what_is_expected_is_the_oracles_and_one_wrong_chunk_is_found(name: str)
     assert tile.expert == (-1 if bench.entry.name == "dds" else line // 128) and tile.wrong >= 6
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", BLOCK_CALLS)
 def test_the_kernel_is_the_one_that_a_launch_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bench, taken = BlockWorkbench(name, **SMALL), list[Kernel]()
     monkeypatch.setattr(Machine, "launch", lambda self, kernel, *_, **__: taken.append(kernel))
@@ -201,7 +199,7 @@ def test_the_layers_are_not_explained_as_moes(layer: MoE) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", BLOCK_CALLS)
 def test_on_a_gpu(name: str, tmp_path: Path) -> None:
     bench = BlockWorkbench(name, np.random.default_rng(5).random((9, 8)) < 0.4, k=520, m=520)
     bench.edit(tmp_path / "sources")

@@ -123,8 +123,9 @@ def test_a_call(ncu: Path) -> None:
     )
     assert call[call.index("--profile-from-start") + 1] == "off" and call[call.index("--clock-control") + 1] == "none"
     program = call[call.index("-m") :]
-    assert program[:8] == ["-m", "blazeproto.lab.watched", "up_forward", "256", "64", "64", "4", "2"]
-    options = json.loads(program[8])
+    assert program[:2] == ["-m", "blazeproto.lab.watched"]
+    options = json.loads(program[2])
+    assert [options[name] for name in ("product", *"TdnEK")] == ["up_forward", 256, 64, 64, 4, 2]
     assert TileConfig(**options["config"]) == TileConfig(deferred=False) and options["seed"] == 3
 
 

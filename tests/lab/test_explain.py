@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from blazeproto import MoE, cost, dispatch
 from blazeproto.gemm import PRODUCTS, Sizes
-from blazeproto.lab import step_times
+from blazeproto.lab import explanation, times
 from blazeproto.lab.explanation import Explanation, explain
 from blazeproto.lab.views import view
 
@@ -360,7 +360,7 @@ def test_every_step_has_a_call_that_runs(options: dict[str, Any], monkeypatch: p
         call()
         return 0.5
 
-    monkeypatch.setattr(step_times, "cold_ms", half)
+    monkeypatch.setattr(explanation, "cold_ms", half)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.inference_mode(False))
     monkeypatch.setattr("blazeproto.lab.explanation.missing_for_hopper", lambda *_: None)
     _, _, made = explained(**options)
@@ -402,5 +402,5 @@ def test_times_are_of_the_whole_step_on_a_gpu() -> None:
         return torch.autograd.grad(out.float().mean() + stats.aux_loss, [x, *layer.parameters()])
 
     total = made.totals().ms
-    assert total is not None and 0.6 < step_times.cold_ms(train) / total < 1.6
+    assert total is not None and 0.6 < times.cold_ms(train) / total < 1.6
     assert dispatch.build_dispatch  # the kernels' own, not a twin

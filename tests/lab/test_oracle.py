@@ -9,8 +9,7 @@ import torch
 
 from blazeproto import gemm
 from blazeproto.gemm import Sizes
-from blazeproto.lab.accuracy import Pool
-from blazeproto.lab.bounds import Bounds, reference
+from blazeproto.lab.accuracy import Bounds, Pool, reference
 from blazeproto.lab.calls import CALLS, LAYER, Case
 from blazeproto.lab.oracle import EXACT, YARDSTICK, evaluate, make_case, run_kernels, stray_writes
 from blazeproto.reference import moe_mlp

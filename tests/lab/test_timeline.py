@@ -12,8 +12,7 @@ from blazeproto import gemm
 from blazeproto.gemm import nvrtc, product
 from blazeproto.gemm.compile import CUDA_SOURCES, compile_many
 from blazeproto.lab import timeline
-from blazeproto.lab.spans import LOOKS
-from blazeproto.lab.timeline import RECORDS, WARPS, WHATS, compiled_in, parse, record
+from blazeproto.lab.timeline import LOOKS, RECORDS, WARPS, WHATS, compiled_in, parse, record
 
 BEGIN, END, AT = 0x100, 0x200, 0x300
 NEAR_THE_WRAP = 2**32 - 3000

@@ -18,9 +18,8 @@ from blazeproto import MoE, gemm
 from blazeproto.blocksparse import dMoE
 from blazeproto.dispatch import Dispatch, reference
 from blazeproto.lab import views
-from blazeproto.lab.resources import ctas_per_multiprocessor, resources, threads_of, wgmma_count
 from blazeproto.lab.tables import Bar, Table, View, in_bytes, in_ms, in_operations
-from blazeproto.lab.views import imbalance, loads_of, view
+from blazeproto.lab.views import ctas_per_multiprocessor, imbalance, loads_of, resources, threads_of, view, wgmma_count
 
 mpl.use("Agg")
 

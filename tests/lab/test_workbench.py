@@ -40,11 +40,11 @@ from blazeproto.gemm import (
 from blazeproto.gemm.combine import launch as launch_combine
 from blazeproto.gemm.compile import CUDA_SOURCES, CompileError, Kernel, compile_many
 from blazeproto.gemm.product import Build, Sizes, Variant
-from blazeproto.lab import Workbench, edit, machine_code, on_machine, workbench
-from blazeproto.lab.bounds import Reference, reference
+from blazeproto.lab import Workbench, edit, machine_code, target, workbench
+from blazeproto.lab.accuracy import Reference, reference
 from blazeproto.lab.calls import CALLS, MOST_GUARD, POISON, Case, Output, Poisoned, everything_read, sums_of, told_stray
-from blazeproto.lab.mismatch import Comparison, places_of
 from blazeproto.lab.oracle import EXACT, YARDSTICK, evaluate, make_case
+from blazeproto.lab.verdict import Comparison, places_of
 from blazeproto.runtime import cache as compile_cache
 from blazeproto.runtime import driver
 
@@ -368,7 +368,7 @@ def test_a_layers_launches_take_the_edited_kernels_of_this_product_alone(
         with product.alone({}):
             launch_all(case)
         assert not any(kernel.sources for kernel in launched)
-    own = set(bench.setting.kernels(Build((), tmp_path)))
+    own = set(bench._kernels(Build((), tmp_path)))
     edited = {kernel for kernel in bench_own if kernel.sources}
     assert [kernel.entry for kernel in bench_own] == plain
     assert edited and edited <= own  # the very objects that the workbench compiles
@@ -380,8 +380,8 @@ def test_a_layers_launches_take_the_edited_kernels_of_this_product_alone(
 @pytest.mark.parametrize("name", gemm.PRODUCTS)
 def test_every_product_has_a_call_and_a_kernel(name: str) -> None:
     bench = Workbench(name, T=512, d=512, n=256, E=4, K=2)
-    kernels = bench.setting.kernels(Build())
-    assert {kernel.sources for kernel in bench.setting.kernels(Build((), Path("/elsewhere")))} == {Path("/elsewhere")}
+    kernels = bench._kernels(Build())
+    assert {kernel.sources for kernel in bench._kernels(Build((), Path("/elsewhere")))} == {Path("/elsewhere")}
     up = Variant(bias=bool(bench.call.needs), fused="fused" in name)
     layer = (Sizes(0, 512, 256, 4, 2), up, up)
     if gemm.PRODUCTS[name].in_layer and name not in ("bias_score_grad", "expert_row_sum"):
@@ -468,7 +468,7 @@ def test_bugs_compile(tmp_path: Path, bugs: list[Bug]) -> None:
         build = bench._build()
         if "race" in bug.name:
             build = build._replace(debug=("INJECT_DELAYS",))
-        kernels.append(bench.setting.kernels(build)[0])
+        kernels.append(bench._kernels(build)[0])
     compile_many(kernels, min(2, os.cpu_count() or 1))
     assert all(kernel.registers > 0 for kernel in kernels)
 
@@ -567,8 +567,9 @@ def test_a_tile_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert (mismatch.index, mismatch.row_in_expert) == ((start + 130, 77), 130)
     assert mismatch.token == int(case.row_token[start + 130]) and mismatch.other_run is None
     assert mismatch.got == pytest.approx(mismatch.expected + 1, abs=0.1) and mismatch.bound < 0.1
-    assert [n.column for n in mismatch.beside] == [75, 76, 77, 78, 79] and len(mismatch.above_and_below) == 2
-    assert [n.wrong for n in mismatch.beside] == [False, False, True, False, False]
+    beside = [n for n in mismatch.beside if n.line == start + 130]
+    assert [n.column for n in beside] == [75, 76, 77, 78, 79] and len(mismatch.beside) == 5 + 2
+    assert [n.wrong for n in beside] == [False, False, True, False, False]
     text = repr(verdict)
     assert "expert 2" in text and "row tile 1    x" in text and f"h[{start + 130}, 77]" in text
     assert verdict.experts == [2]
@@ -640,7 +641,7 @@ def test_stray_writes_are_counted(write: Callable, counts: list[int], dtype: tor
     assert 2 * guard % 512 == 0
     write(memory, memory.words, guard)
     expected = [counts[0], counts[1], counts[2] * dtype.itemsize // 2]
-    got = [*memory.touched().tolist(), int(memory.spare(5 if counts[2] == 0 else 6))]
+    got = memory.touched(5 if counts[2] == 0 else 6).tolist()
     assert got == expected and len(told_stray("y", got)) == sum(count > 0 for count in expected)
 
 
@@ -653,7 +654,7 @@ def test_guards_of_a_long_workspace_are_bounded() -> None:
 def test_an_output_that_is_added_to_begins_at_zero() -> None:
     memory = Poisoned(Output("token", (4, 8), torch.float32, zeroed=True), "cpu")
     memory.poison()
-    assert not memory.values.any() and memory.touched().tolist() == [0, 0]
+    assert not memory.values.any() and memory.touched().tolist() == [0, 0, 0]
     assert int(memory.guards[1][0]) == POISON
 
 
@@ -679,14 +680,14 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Workbench]:
     def make(name: str, spoil: Callable[..., None]) -> Workbench:
         bench, runs = Workbench(name, T=60, d=72, n=40, E=3, K=2), count()
 
-        def run(
-            _: object, __: object, case: Case, given: dict[str, Tensor], out: dict[str, Tensor], *rest: object
-        ) -> None:
-            for output, value in bench._inputs.references.items():
+        def launch(*_: object, **__: object) -> None:
+            inputs = bench._inputs
+            out = inputs.values
+            for output, value in inputs.references.items():
                 out[output].view(-1)[: value.exact.numel()] = value.exact.flatten().to(out[output].dtype)
-            spoil(next(runs), out, given)
+            spoil(next(runs), out, inputs.read)
 
-        monkeypatch.setattr(on_machine, "run", run)
+        monkeypatch.setattr(target, "launch", launch)
         return bench
 
     return make

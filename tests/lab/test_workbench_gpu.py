@@ -142,7 +142,7 @@ def test_every_product_is_right_and_timed(product: str, tmp_path: Path) -> None:
         file.write_text(file.read_text() + "// changed\n")
     times = bench.time(5)
     assert times.unedited_ms is not None and times.ms > 0
-    assert times.floor_ms == cost.product_floor_ms(bench.product, bench.setting.sizes, gpu_here())
+    assert times.floor_ms == cost.product_floor_ms(bench.product, bench.sizes, gpu_here())
     assert 2 / 3 < times.ms / times.unedited_ms < 3 / 2
     assert product in repr(times) and "unedited" in repr(times)
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
 
-from blazeproto.lab import Workbench, attended, on_machine, workbench
+from blazeproto.lab import Workbench, target, workbench
 from blazeproto.lab.target import Machine
 
 NAMED = {bug.name: bug for bug in BUGS}
@@ -84,25 +84,25 @@ def test_outputs_of_one_run() -> None:
 
 
 def test_ctrl_c_ends_a_check_and_the_next_one_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, run = Workbench("combine", **SMALL), on_machine.run
+    bench, run = Workbench("combine", **SMALL), target.launch
 
-    def interrupted(machine: Machine, *rest: object) -> None:
+    def interrupted(machine: Machine, *rest: object, **arguments: object) -> None:
         def progress(done: int, count: int) -> None:
             raise KeyboardInterrupt
 
         machine.progress = progress
-        run(machine, *rest)
+        run(machine, *rest, **arguments)
 
-    monkeypatch.setattr(on_machine, "run", interrupted)
+    monkeypatch.setattr(target, "launch", interrupted)
     with pytest.raises(KeyboardInterrupt):
         bench.check()
-    monkeypatch.setattr(on_machine, "run", run)
+    monkeypatch.setattr(target, "launch", run)
     assert bench.check()
 
 
 def test_a_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = io.StringIO()
-    monkeypatch.setattr(attended, "Console", lambda stderr: Console(file=drawn, force_terminal=True, width=100))
+    monkeypatch.setattr(target, "Console", lambda stderr: Console(file=drawn, force_terminal=True, width=100))
     assert Workbench("combine", **SMALL).check(2)
     assert "combine, seed 1: CTAs" in drawn.getvalue() and "2 runs; Ctrl-C ends it" in drawn.getvalue()
 
@@ -110,9 +110,7 @@ def test_a_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("product", "steps"), [("up_forward", 143_067), ("down_forward", 36_004), ("combine", 22_592)])
 def test_the_estimate_is_that_of_the_steps_within_a_factor_of_two(product: str, steps: int) -> None:
     bench = Workbench(product, T=256, d=256, n=256, E=4, K=2)
-    outputs = {"up_forward": 512 * 768, "down_forward": 512 * 256, "combine": 256 * 256}[product]
-    seconds = attended.seconds_of(product, bench.setting.sizes, outputs)
-    assert 0.5 < seconds / (attended.SECONDS_A_STEP * steps) < 2
+    assert 0.5 < bench._attended(1).steps / steps < 2
 
 
 def test_a_timeline_in_steps() -> None:

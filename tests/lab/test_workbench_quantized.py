@@ -13,7 +13,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13"
 from blazeproto import cost, gemm
 from blazeproto.gemm.tiles import E4M3
 from blazeproto.lab import Workbench, oracle
-from blazeproto.lab.bounds import reference
+from blazeproto.lab.accuracy import reference
 from blazeproto.lab.oracle import EXACT, YARDSTICK, evaluate, make_case
 
 SIZES: dict[str, Any] = {"T": 60, "d": 144, "n": 128, "E": 3, "K": 2, "precision": "fp8"}

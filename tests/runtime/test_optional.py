@@ -202,7 +202,7 @@ uses = (
     "from blazeproto.lab import explain",
     "from blazeproto.lab import machine_code",
     "from blazeproto.lab import views",
-    "import blazeproto.lab.attended",
+    "import blazeproto.lab.target",
     "from blazeproto.__main__ import waiting; waiting('')",
     "from blazeproto.lab import fragment; fragment('up_forward')._repr_html_()",
     "from blazeproto.lab import svg; svg.blank(1, 1, '')",

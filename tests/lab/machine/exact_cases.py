@@ -20,7 +20,7 @@ from torch import Tensor
 
 from blazeproto import dispatch, gemm, router
 from blazeproto.dispatch import reference
-from blazeproto.lab.on_machine import hosted
+from blazeproto.lab.target import hosted
 
 Arrays = dict[str, Any]
 NUMPY = "numpy"

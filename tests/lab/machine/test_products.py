@@ -29,13 +29,12 @@ from blazeproto.gemm import (
 )
 from blazeproto.gemm.registry import quantized_kernels
 from blazeproto.gemm.tiles import CHOSEN
-from blazeproto.lab import on_machine, oracle
-from blazeproto.lab.accuracy import Pool
-from blazeproto.lab.bounds import Reference, reference
+from blazeproto.lab import oracle, target
+from blazeproto.lab.accuracy import Pool, Reference, reference
 from blazeproto.lab.calls import CALLS, Case, Poisoned
-from blazeproto.lab.mismatch import Comparison, places_of
 from blazeproto.lab.oracle import EXACT, YARDSTICK, evaluate, make_case, pad_rows
 from blazeproto.lab.target import Machine
+from blazeproto.lab.verdict import Comparison, places_of
 from tests.lab.machine.trials import Logits, Trial, failures, of_reports, stream_k, trial_of, with_tiles
 
 # Three experts have rows, the last one has none. Reductions of TINY are mostly of one stage; those of DEEPER are of a stage and
@@ -84,14 +83,15 @@ def check(name: str, sizes: Sizes, seeds: range, config: TileConfig | None = Non
     for machine.seed in seeds:
         for one in memory.values():
             one.poison()
-        on_machine.run(machine, call, case, given, {key: one.values for key, one in memory.items()}, config)
+        arguments = call.arguments(case, given, {key: one.values for key, one in memory.items()}, config)
+        target.launch(machine, call.entry.run, **arguments)
         got = {key: case.in_use(key, memory[key].values) for key in references}
         comparison.add(got)
         if name != "bias_score_grad":  # which adds to what another product makes
             pool.add_all(got, yardstick, {key: exact[key] for key in references})
         for key, one in memory.items():
-            spare = one.spare(len(case.row_pair) if outputs[key].index == "row" else None)
-            wrong += [f"seed {machine.seed}: wrote beside {key}"] if int(one.touched().sum() + spare) else []
+            used = len(case.row_pair) if outputs[key].index == "row" else None
+            wrong += [f"seed {machine.seed}: wrote beside {key}"] if one.touched(used).any() else []
     wrong += of_reports(machine.reports)
     assert not wrong, "\n".join(wrong)
     verdict = comparison.verdict(name)
@@ -171,7 +171,7 @@ def seconds_of(sizes: Sizes) -> float:
     times = []
     for _ in range(3):
         began = time.process_time()
-        on_machine.launch(Machine(), up_forward, x=case.x, up_proj=case.up_proj, dispatch=case.dispatch)
+        target.launch(Machine(), up_forward, x=case.x, up_proj=case.up_proj, dispatch=case.dispatch)
         times.append(time.process_time() - began)
     return min(times)
 

@@ -88,3 +88,11 @@ def test_old_names_warn_and_say_the_new_ones_and_find_the_headers() -> None:
         assert machine.Machine is Machine
     with pytest.warns(DeprecationWarning, match=r"blazeproto\.lab\.machine\.Stepper is ptxsim\.Stepper now"):
         assert machine.Stepper is ptxsim.Stepper
+    from blazeproto.lab import mismatch, spans, timeline, verdict
+
+    with pytest.warns(
+        DeprecationWarning, match=r"blazeproto\.lab\.spans\.Timeline is blazeproto\.lab\.timeline\.Timeline now"
+    ):
+        assert spans.Timeline is timeline.Timeline
+    with pytest.warns(DeprecationWarning, match=r"mismatch\.Comparison is blazeproto\.lab\.verdict\.Comparison now"):
+        assert mismatch.Comparison is verdict.Comparison
