@@ -266,8 +266,8 @@ CEILINGS = {
     "blazeproto/integrations/**/*.py": 320,
     "blazeproto/lab/**/*.py": 3102,
     "ptxsim/*.py": 2900,
-    "scripts/**/*.py": 10408,
-    "tests/**/*.py ptxsim/tests/**/*.py": 26730,
+    "scripts/**/*.py": 10488,
+    "tests/**/*.py ptxsim/tests/**/*.py": 26770,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 4796,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in
