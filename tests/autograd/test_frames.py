@@ -18,7 +18,7 @@ from scripts.checks.stand_in import launches
 
 SEVEN, EIGHT = 7, 8
 T, D, N, E, K = 2048, 256, 128, 16, 4
-DISPATCH = {"count_pairs", "place_pairs"}  # of every layer, a frame deeper
+DISPATCH = {"count_pairs", "place_pairs"}
 PLAIN: dict[str, dict[str, Any]] = {
     "plain": {},
     "biases": {"bias": True},
@@ -48,7 +48,7 @@ def step(layer: MoE, *ids: torch.Tensor) -> dict[str, list[str]]:
 
 
 def deeper(found: dict[str, list[str]], most: int) -> dict[str, list[str]]:
-    return {kernel: frames for kernel, frames in found.items() if len(frames) > most + (kernel in DISPATCH)}
+    return {kernel: frames for kernel, frames in found.items() if len(frames) > most}
 
 
 def made(**options: Any) -> MoE:
@@ -71,6 +71,11 @@ def test_eight_frames_to_the_rarer_kernels_of_a_router(name: str) -> None:
     assert bool(found.keys() - usual) == (name not in {"top_k", "topk_softmax", "aux_free"})
     for kernel in found:
         assert not deeper({kernel: found[kernel]}, SEVEN if kernel in usual else EIGHT)
+
+
+def test_eight_frames_with_a_row_capacity() -> None:
+    found = step(made(row_capacity=4000))
+    assert "limit_rows" in found and not deeper(found, EIGHT)
 
 
 def test_eight_frames_in_fp8() -> None:
