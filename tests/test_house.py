@@ -267,7 +267,7 @@ CEILINGS = {
     "blazeproto/lab/**/*.py": 3102,
     "ptxsim/*.py": 2900,
     "scripts/**/*.py": 10488,
-    "tests/**/*.py ptxsim/tests/**/*.py": 26779,
+    "tests/**/*.py ptxsim/tests/**/*.py": 26796,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 4796,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from blazeproto import MoE, moe_mlp
 from blazeproto.autograd import LowRank, grouped_experts
-from blazeproto.distributed import expert_parallel
+from blazeproto.distributed import Symmetric, expert_parallel, symmetric
+from blazeproto.distributed.exchanges import PeerExchange
+from blazeproto.distributed.peer_memory import MemoryLayout, PeerMemory
 from blazeproto.router.router import ROUTERS
 from scripts.checks.stand_in import launches
 
@@ -95,6 +97,23 @@ def group() -> Iterator[dist.ProcessGroup]:
 def test_eight_frames_with_a_dispatcher(group: dist.ProcessGroup) -> None:
     found = step(expert_parallel(made(), group))
     assert found.keys() >= OF_TOP_K | OF_BACKWARD | DISPATCH
+    assert not deeper(found, EIGHT)
+
+
+def test_eight_frames_to_the_kernels_of_an_exchange(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symmetric's, with a CPU's memory in the place of what GPUs see of each other."""
+
+    def between_gpus(group: dist.ProcessGroup, layout: MemoryLayout) -> PeerExchange:
+        exchange = object.__new__(PeerExchange)
+        exchange.layout, exchange.places = layout, T
+        exchange.memory = torch.zeros(layout.size, dtype=torch.uint8)
+        exchange.end = PeerMemory(layout, 0, bases=0, progress=0, device=-1, blocks=1, patience=1.0)
+        return exchange
+
+    monkeypatch.setattr(symmetric, "GatheredExchange", between_gpus)
+    dispatcher = Symmetric(group, E, d_model=D, max_tokens=T, max_pairs=T * K, device="cpu")
+    found = step(expert_parallel(made(), group, dispatcher=dispatcher))
+    assert {"share", "send", "add_up", "send_back"} <= found.keys() and "combine" not in found
     assert not deeper(found, EIGHT)
 
 
