@@ -118,6 +118,23 @@ class Parameter(NamedTuple):
 _LEAST, _MOST = (float(bound) for bound in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
 
 
+class GateUp(NamedTuple):
+    """How gate and up lie side by side. apart: h (..., 2n) and n -> views of gate and up.  beside: a library, gate and up, each
+    (..., n) -> h."""
+
+    apart: Callable[[Any, int], tuple[Any, Any]]
+    beside: Callable[[Any, Any, Any], Any]
+
+
+LAYOUTS = {  # in H, and so in the rows of gate_up_proj and in its bias, by the names of cuda/layout.cuh
+    "HALVES": GateUp(lambda h, n: (h[..., :n], h[..., n:]), lambda m, gate, up: m.concatenate((gate, up), -1)),
+    "ALTERNATING": GateUp(
+        lambda h, n: (h[..., 0::2], h[..., 1::2]),
+        lambda m, gate, up: m.stack((gate, up), -1).reshape(*gate.shape[:-1], 2 * gate.shape[-1]),
+    ),
+}
+
+
 class Activation(NamedTuple):
     """One activation. f, g and their derivatives take a library's mathematics, an array of it, and the parameters' values:
     ``f(m, x, *values)``."""
@@ -130,7 +147,7 @@ class Activation(NamedTuple):
     g_slope: Callable[..., Any] | None = None
     parameters: tuple[Parameter, ...] = ()
     gated: bool = False
-    alternating: bool = False  # how gate and up lie in H: cuda/layout.cuh
+    layout: str = "HALVES"  # of `LAYOUTS`
 
     @property
     def halves(self) -> int:
@@ -150,7 +167,7 @@ class Activation(NamedTuple):
             f"ACTIVATION_IS_{self.cuda}": 1,
             "GATED": int(self.gated),
             "PLAIN_UP": int(self.g is None),
-            "GATE_UP": "ALTERNATING" if self.alternating else "HALVES",
+            "GATE_UP": self.layout,
             **{f"ACTIVATION_{parameter.name.upper()}": f"{parameter.value!r}f" for parameter in self.parameters},
         }
 
@@ -272,9 +289,9 @@ def alternating(name: str) -> str:
     chosen = activation_named(name)
     if not chosen.gated:
         raise ValueError(f"activation: expected one with a gate to alternate with up, got {name!r}")
-    if chosen.alternating:
+    if chosen.layout == "ALTERNATING":
         return chosen.name
-    made = chosen._replace(name=f"alternating({chosen.name})", alternating=True)
+    made = chosen._replace(name=f"alternating({chosen.name})", layout="ALTERNATING")
     return _TABLE.setdefault(made.name, made).name
 
 
@@ -321,10 +338,8 @@ _TABLE["alternating(clamped_swiglu)"] = _TABLE[alternating("clamped_swiglu")]
 
 def gate_and_up(h: Any, activation: str) -> tuple[Any, Any]:
     """Views of h (..., G n): gate and up, each (..., n); without a gate h and None."""
-    chosen, n = activation_named(activation), h.shape[-1] // 2
-    if not chosen.gated:
-        return h, None
-    return (h[..., 0::2], h[..., 1::2]) if chosen.alternating else (h[..., :n], h[..., n:])
+    chosen = activation_named(activation)
+    return LAYOUTS[chosen.layout].apart(h, h.shape[-1] // 2) if chosen.gated else (h, None)
 
 
 def side_by_side(gate: Any, up: Any, activation: str) -> Any:
@@ -334,9 +349,7 @@ def side_by_side(gate: Any, up: Any, activation: str) -> Any:
     library: Any = np
     if not isinstance(gate, np.ndarray):
         import torch as library
-    if activation_named(activation).alternating:
-        return library.stack((gate, up), -1).reshape(*gate.shape[:-1], 2 * gate.shape[-1])
-    return library.concatenate((gate, up), -1)
+    return LAYOUTS[activation_named(activation).layout].beside(library, gate, up)
 
 
 def mathematics(array: Any) -> Any:

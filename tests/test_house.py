@@ -260,14 +260,14 @@ CEILINGS = {
     "blazeproto/dispatch/**/*.py": 729,
     "blazeproto/router/**/*.py": 2294,
     "blazeproto/gemm/**/*.py": 2155,
-    "blazeproto/autograd/**/*.py": 1928,
+    "blazeproto/autograd/**/*.py": 1919,
     "blazeproto/blocksparse/**/*.py": 605,
     "blazeproto/distributed/**/*.py": 503,
     "blazeproto/integrations/**/*.py": 320,
     "blazeproto/lab/**/*.py": 2844,
     "ptxsim/*.py": 2900,
-    "scripts/**/*.py": 10359,
-    "tests/**/*.py ptxsim/tests/**/*.py": 26836,
+    "scripts/**/*.py": 10488,
+    "tests/**/*.py ptxsim/tests/**/*.py": 26796,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 4796,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

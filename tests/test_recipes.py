@@ -1,5 +1,5 @@
-"""CONTRIBUTING's recipes, done as they are written: each in a copy of the sources, its files counted. The full set
-runs its commands there too; tests/test_activations.py does so with one change in every run.
+"""CONTRIBUTING's recipes, done as they are written: each in a copy of the sources, its files counted. The programs of some run
+there, and in the full set those of all, and their commands; tests/test_activations.py does so with one change in every run.
 
 A recipe begins with its name in bold. A block of code whose first line is a comment with a path is an edit; one that begins with
 "# afterwards" is a program that runs then, and a block of commands is run after that.
@@ -24,7 +24,14 @@ COPIED = ("blazeproto", "scripts", "tests", "pyproject.toml")
 PLACE = re.compile(
     r"(?:#|//) (?P<path>[\w/.]+\.(?:py|cu|cuh))(?:, (?P<how>behind|before|in place of|a copy of) `(?P<line>.+)`)?$"
 )
+PROMPT = (  # whose programs take some seconds each; others run in the full set alone
+    "A product that a layer calls",
+    "A tile size, a ring depth",
+    "A weight layout",
+    "Another tensor saved for backward",
+)
 WANTED = {
+    *PROMPT,
     "An activation",
     "A product",
     "A choice of experts",
@@ -69,8 +76,8 @@ def recipes() -> dict[str, Recipe]:
                 assert place, f"{name}: {first!r} names no file"
                 edits.append(Edit(place["path"], place["how"], place["line"], rest))
         if edits:
-            if name.endswith(" with a kernel"):  # it goes on from the other recipe
-                edits = [*found[name.removesuffix(" with a kernel")].edits, *edits]
+            other = re.sub(" with a kernel$| that a layer calls$", "", name)  # the recipe that it goes on from
+            edits = [*(found[other].edits if other != name else []), *edits]
             found[name] = Recipe(limits[name[0].lower() + name[1:]], edits, runs)
     return found
 
@@ -123,19 +130,25 @@ def test_the_lines_that_a_recipe_names_are_there_and_it_costs_what_the_table_say
     assert len(files) <= recipe.most_files, files
 
 
+def run(recipe: Recipe, runs: list[list[str]], copy: Path) -> None:
+    for part in COPIED:
+        source = ROOT / part
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, copy / part)
+    for edit in recipe.edits:
+        apply(edit, copy)
+    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    for arguments in runs:
+        done = subprocess.run([sys.executable, *arguments], cwd=copy, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{arguments}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+
+
+@pytest.mark.parametrize("name", PROMPT)
+def test_what_follows_a_recipe_passes(name: str, tmp_path: Path) -> None:
+    run(RECIPES[name], [arguments for arguments in RECIPES[name].runs if arguments[0] == "-c"], tmp_path)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_works(name: str, tmp_path: Path) -> None:
-    recipe = RECIPES[name]
-    for part in COPIED:
-        source = ROOT / part
-        (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / part)
-    for edit in recipe.edits:
-        apply(edit, tmp_path)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    environment.pop("PYTEST_XDIST_WORKER", None)
-    for arguments in recipe.runs:
-        done = subprocess.run(
-            [sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, f"{arguments}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+    run(RECIPES[name], RECIPES[name].runs, tmp_path)

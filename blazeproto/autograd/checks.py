@@ -50,7 +50,7 @@ def check_experts(
         )
     d_expert, activation = down_proj.shape[2], activation_named(options.activation)
     halves = activation.halves
-    if len(up) != 1 and (len(up) != 2 or not activation.gated or activation.alternating):
+    if len(up) != 1 and (len(up) != 2 or not activation.gated or activation.layout != "HALVES"):
         expected = "one weight, or a pair with a gated activation whose halves lie apart"
         raise ValueError(f"gate_up_proj: expected {expected}, got {len(up)} with {options.activation!r}")
     up_shape = (num_experts, d_expert * halves // len(up), d_model)
@@ -117,7 +117,7 @@ def _check_fp8(weights: tuple[Tensor, ...], absent: list[str], options: Options)
             (d_model, d_expert),
         ),
         (
-            not activation.gated or activation.alternating,
+            not activation.gated or activation.layout != "HALVES",
             "a gated activation whose halves lie apart",
             repr(options.activation),
         ),

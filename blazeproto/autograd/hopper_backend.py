@@ -23,7 +23,7 @@ from blazeproto.activations import activation_named
 from blazeproto.autograd.low_rank import LowRows
 from blazeproto.autograd.operators import cast
 from blazeproto.autograd.step import BackendStep, OuterSum
-from blazeproto.dispatch.build import MAX_PAIRS, build_dispatch_unchecked
+from blazeproto.dispatch.build import fill_dispatch
 from blazeproto.dispatch.structures import Addresses, Dispatch, addresses
 from blazeproto.gemm import down_backward as down_act
 from blazeproto.gemm import fused, linear, reduce, up, weight
@@ -34,21 +34,7 @@ from blazeproto.gemm.tiles import ALIGNMENT, FACTOR_GRADIENT, FACTOR_ROWS, TILES
 from blazeproto.runtime.arrays import current_stream
 
 READS_ACT = False  # `down_backward_act` makes it in registers
-
-
-def build_dispatch(topk_experts: Tensor, num_experts: int, lists: tuple[Tensor, Tensor, Tensor]) -> None:
-    ids = topk_experts if topk_experts.dim() == 2 else topk_experts[:, None]  # (P,): one pair a "token"
-    if ids.dtype not in (torch.int32, torch.int64) or not ids.shape[1] or ids.numel() > MAX_PAIRS or num_experts < 1:
-        raise ValueError(
-            f"topk_experts: expected int32 or int64 (T, K) or (P,), K >= 1, at most {MAX_PAIRS} pairs, and at least 1 expert; "
-            f"got {ids.dtype} {tuple(topk_experts.shape)} and {num_experts}"
-        )
-    ids = ids.contiguous()
-    out: tuple[Tensor, ...] = lists
-    overflow = None if len(lists[0]) == ids.numel() else lists[0].new_empty(1)  # None: a row for every pair
-    if ids.dtype == torch.int64:  # of which the kernels make an int32 copy
-        out = (*out, out[0].new_empty(ids.numel()))
-    build_dispatch_unchecked(ids, num_experts, out, current_stream(ids), overflow)
+build_dispatch = fill_dispatch
 
 
 def rows_of(dispatch: Dispatch) -> Addresses:

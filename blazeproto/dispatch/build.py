@@ -15,7 +15,7 @@ run takes kernel arguments (`memory.argument`). ``lists`` are expert_pair_indice
 for int64 ids a fourth: token_expert_indices, their int32 copy.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
@@ -29,8 +29,8 @@ __all__ = [
     "MAX_PAIRS",
     "Method",
     "build_dispatch",
-    "build_dispatch_unchecked",
     "build_dispatch_varying",
+    "fill_dispatch",
     "prepare_dispatch",
     "workspace_bytes",
 ]
@@ -153,37 +153,40 @@ def prepare_dispatch(
     for kernel in _module(method).kernels(*shape, dtype):
         kernel.load(device)
     if row_capacity is not None:
-        from blazeproto.dispatch import limit
-
-        limit.KERNEL.load(device)
+        _module("limit").KERNEL.load(device)
 
 
-def build_dispatch_unchecked(
-    ids: Any, num_experts: int, out: tuple[Any, ...], stream: int, overflow: Any = None
-) -> None:
-    """`build_dispatch` of torch tensors on the current GPU, by tiles, for a caller that has checked and allocated them, which
-    takes the host longer than the launches.
+def fill_dispatch(topk_experts: Any, num_experts: int, lists: tuple[Any, ...]) -> None:
+    """`build_dispatch` of a layer: of torch tensors on the current GPU, by tiles, into ``lists``. Its other checks would take the
+    host longer than the launches.
 
-    ids: (T, K).  out: as there, a fourth for int64 ids.  overflow: (1,) int32 for a dispatch with a row_capacity, which is
-    the length of out[0], at most T·K.
+    topk_experts: (T, K) or (P,), pairs that are tokens with one expert each; int32 or int64.
+    lists: expert_pair_indices (R,), expert_token_offsets (E+1,) and token_index_map (P,), int32. Rows from R on are left out.
+    ValueError for other ids, and for no expert.
     """
-    num_tokens, top_k = ids.shape
-    shape, capacity = (num_tokens, top_k, num_experts), None if overflow is None else len(out[0])
-    lists = [array.data_ptr() for array in (*out, overflow) if array is not None]
-    workspace = out[0].new_empty(_workspace_bytes(_module("tiled"), *shape, overflow is not None) // 4)
-    run = _launcher("tiled", capacity)
-    run(ids.data_ptr(), lists, workspace.data_ptr(), *shape, ids.get_device(), stream)
+    ids = topk_experts if topk_experts.dim() == 2 else topk_experts[:, None]
+    dtype, (num_tokens, top_k), num_pairs = str(ids.dtype), ids.shape, ids.numel()
+    if dtype not in ("torch.int32", "torch.int64") or not top_k or num_pairs > MAX_PAIRS or num_experts < 1:
+        raise ValueError(
+            f"topk_experts: expected int32 or int64 (T, K) or (P,), K >= 1, at most {MAX_PAIRS} pairs, and at least 1 expert; "
+            f"got {dtype} {tuple(topk_experts.shape)} and {num_experts}"
+        )
+    ids, shape, capacity = ids.contiguous(), (num_tokens, top_k, num_experts), len(lists[0])
+    limited, copied = capacity < num_pairs, dtype == "torch.int64"
+    # The int32 copy that the kernels make of other ids, and the overflow.
+    extra = [lists[0].new_empty(size) for size, wanted in ((num_pairs, copied), (1, limited)) if wanted]
+    workspace = lists[0].new_empty(_workspace_bytes(_module("tiled"), *shape, limited) // 4)
+    filled, stream = [array.data_ptr() for array in (*lists, *extra)], arrays.current_stream(ids)
+    _launcher("tiled", capacity if limited else None)(
+        ids.data_ptr(), filled, workspace.data_ptr(), *shape, ids.get_device(), stream
+    )
 
 
-def _launcher(method: str, capacity: int | None) -> Callable[..., None]:
+def _launcher(method: str, capacity: int | None) -> Any:
     """What fills the lists: called with ids, lists, workspace, T, K, E, device and stream.  capacity: of a dispatch with one,
     whose overflow is the last of the lists."""
-    if capacity is None:
-        launcher: Callable[..., None] = _module(method).run
-        return launcher
-    from blazeproto.dispatch import limit
-
-    return partial(limit.run, _module(method), capacity=capacity)
+    made = _module(method)
+    return made.run if capacity is None else partial(_module("limit").run, made, capacity=capacity)
 
 
 @cache

@@ -17,6 +17,7 @@ from blazeproto.autograd.torch_formulas import outputs
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.distributed.peer_memory import BLOCKS, PROGRESS_BYTES, MemoryLayout, PeerMemory
 from blazeproto.gemm.combine import SPEC as COMBINE
+from blazeproto.runtime import driver
 from blazeproto.runtime.arrays import current_stream
 
 NOWHERE = -(1 << 30)  # exchange.cu
@@ -76,7 +77,7 @@ class PeerExchange:
         given = [t if t is None else t.contiguous() for t in (pair_tokens, token_offsets)]
         addresses = [0 if t is None else t.data_ptr() for t in (experts, scores, *given, token_ranks)]
         sizes = {"num_tokens": num_tokens, "num_pairs": experts.numel(), "top_k": top_k, "experts_here": experts_here}
-        self.end.share(*addresses, **sizes, stream=current_stream(scores))
+        driver.launch(*self.end.share(*addresses, **sizes, stream=current_stream(scores)))
         pairs = self.layout.ranks * self.end.pairs_of_rank(top_k)
         ids, weights = self._section("experts", torch.int32)[:pairs], self._section("scores", torch.float32)[:pairs]
         if top_k:
@@ -86,7 +87,7 @@ class PeerExchange:
 
     def send(self, t: Tensor, token_ranks: Tensor) -> Tensor:
         t = ready(t)  # a copy lives until the launch is in the stream
-        self.end.send(t.data_ptr(), token_ranks.data_ptr(), num_tokens=len(t), stream=current_stream(t))
+        driver.launch(*self.end.send(t.data_ptr(), token_ranks.data_ptr(), num_tokens=len(t), stream=current_stream(t)))
         return self._section("rows", torch.bfloat16).view(self.places, self.layout.d_model)
 
     def add_up(
@@ -99,14 +100,16 @@ class PeerExchange:
         columns: range | None = None,
         out: Tensor,
     ) -> None:
-        self.end.add_up(
-            *(y.data_ptr(), 0 if scores is None else scores.data_ptr(), rows.token_index_map, rows.token_offsets),
-            *(token_ranks.data_ptr(), out.data_ptr()),
-            num_tokens=len(out),
-            top_k=rows.top_k,
-            columns=columns or range(out.shape[1]),
-            dropping=rows.num_rows < rows.num_pairs,
-            stream=rows.stream,
+        driver.launch(
+            *self.end.add_up(
+                *(y.data_ptr(), 0 if scores is None else scores.data_ptr(), rows.token_index_map, rows.token_offsets),
+                *(token_ranks.data_ptr(), out.data_ptr()),
+                num_tokens=len(out),
+                top_k=rows.top_k,
+                columns=columns or range(out.shape[1]),
+                dropping=rows.num_rows < rows.num_pairs,
+                stream=rows.stream,
+            )
         )
 
     def send_back(self, values: Tensor, here: Tensor) -> Tensor:
@@ -114,8 +117,9 @@ class PeerExchange:
         pairs, in the exchange's memory."""
         made = self._section("values", torch.float32)
         made.zero_()  # pairs of no expert
-        top_k = values.shape[1] if values.dim() == 2 else 0
-        self.end.send_back(values.data_ptr(), here.data_ptr(), top_k=top_k, stream=current_stream(values))
+        driver.launch(
+            *self.end.send_back(values.data_ptr(), here.data_ptr(), top_k=_top_k(values), stream=current_stream(values))
+        )
         return made
 
 

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
+from typing import Any
 
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.tiles import BF16, CHUNK
-from blazeproto.runtime import driver
 
 SOURCES = "../../distributed/cuda"  # seen from gemm/cuda, whose headers these kernels include
 MAX_RANKS = 32  # meeting.cuh
@@ -93,7 +93,7 @@ def _kernel(file: str, entry: str, defines: tuple[tuple[str, int], ...]) -> Kern
 
 @dataclass(frozen=True)
 class PeerMemory:
-    """A rank's end of the exchange, by addresses.
+    """A rank's end of the exchange, by addresses. Its functions give the arguments of `driver.launch`.
 
     layout: of all ranks' memory.  rank: this one.  bases: address of int64 (P,), on the device: where each rank's memory begins.
     progress: address of `PROGRESS_BYTES` zeros that outlive all launches.  device: a CUDA ordinal, or a target's.
@@ -113,8 +113,8 @@ class PeerMemory:
         """As meeting.cuh has it."""
         return self.bases, self.progress, self.layout.ranks, self.rank, int(1e9 * self.patience)
 
-    def launch(self, made: Kernel, stream: int, words: Sequence[int]) -> None:
-        driver.launch(made.handle(self.device), (self.blocks, 1), THREADS, 0, stream, (*self.meeting, *words))
+    def launch(self, made: Kernel, stream: int, words: Sequence[int]) -> tuple[Any, ...]:
+        return made.handle(self.device), (self.blocks, 1), THREADS, 0, stream, (*self.meeting, *words)
 
     def share(
         self,
@@ -129,21 +129,23 @@ class PeerMemory:
         top_k: int,
         experts_here: int,
         stream: int,
-    ) -> None:
+    ) -> tuple[Any, ...]:
         """Ids and scores to all ranks, and the ranks that each token goes to. Where top_k is 0, the lists of tokens too."""
         arrays = (experts, scores, pair_tokens, token_offsets, token_ranks)
         sizes = (num_tokens, num_pairs, self.layout.max_tokens, self.pairs_of_rank(top_k), top_k, experts_here)
         places = map(self.layout.at, ("experts", "scores", "pair_tokens", "token_offsets"))
-        self.launch(kernel("share"), stream, (*arrays, *sizes, *places))
+        return self.launch(kernel("share"), stream, (*arrays, *sizes, *places))
 
-    def send(self, rows: int, token_ranks: int, *, num_tokens: int, stream: int) -> None:
+    def send(self, rows: int, token_ranks: int, *, num_tokens: int, stream: int) -> tuple[Any, ...]:
         """Rows of d to the ranks of ``token_ranks``."""
         sizes = (num_tokens, self.layout.max_tokens, BF16.bytes * self.layout.d_model)
-        self.launch(kernel("send"), stream, (rows, token_ranks, *sizes, self.layout.at("rows")))
+        return self.launch(kernel("send"), stream, (rows, token_ranks, *sizes, self.layout.at("rows")))
 
-    def send_back(self, values: int, here: int, *, top_k: int, stream: int) -> None:
+    def send_back(self, values: int, here: int, *, top_k: int, stream: int) -> tuple[Any, ...]:
         """One number of each pair that arrived and has its expert here."""
-        self.launch(kernel("send_back"), stream, (values, here, self.pairs_of_rank(top_k), self.layout.at("values")))
+        return self.launch(
+            kernel("send_back"), stream, (values, here, self.pairs_of_rank(top_k), self.layout.at("values"))
+        )
 
     def add_up(
         self,
@@ -159,13 +161,13 @@ class PeerMemory:
         columns: range,
         dropping: bool,
         stream: int,
-    ) -> None:
+    ) -> tuple[Any, ...]:
         """Partial sums to the tokens' ranks, and their sums to columns of out, (num_tokens, d). scores 0: none."""
         first, width = BF16.bytes * columns.start, self.layout.d_model
         arrays = (y, scores, token_index_map, token_offsets, token_ranks, out + first)
         sizes = (num_tokens, self.layout.max_tokens, top_k, len(columns), width, int(dropping))
         places = (self.layout.at("sums") + first, self.layout.at("part_flags"))
-        self.launch(add_up_kernel(len(columns), top_k, bool(scores)), stream, (*arrays, *sizes, *places))
+        return self.launch(add_up_kernel(len(columns), top_k, bool(scores)), stream, (*arrays, *sizes, *places))
 
     def pairs_of_rank(self, top_k: int) -> int:
         """From one rank's pairs to the next one's."""

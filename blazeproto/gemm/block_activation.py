@@ -43,7 +43,7 @@ def blocks_of(m: Blocks, activation: str) -> Any:
     """(blocks, G): H's blocks of each of act."""
     offsets, chosen = np.array(m.lines[0][0]), activation_named(activation)
     sizes, index = np.diff(offsets), np.arange(offsets[-1])
-    if chosen.alternating or not chosen.gated:
+    if chosen.layout == "ALTERNATING" or not chosen.gated:
         return chosen.halves * index[:, None] + np.arange(chosen.halves)
     return np.stack([index + np.repeat(ends, sizes) for ends in (offsets[:-1], offsets[1:])], axis=1)
 

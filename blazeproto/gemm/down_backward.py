@@ -155,7 +155,7 @@ def _plan(
     where: tuple[int, int, int], shape: tuple[int, int, int], variant: Variant, config: TileConfig, build: Build
 ) -> Plan:
     wanted, element = activation_named(variant.activation), variant.element
-    halves = 1 if wanted.alternating else wanted.halves  # whose columns lie apart
+    halves = 1 if wanted.layout == "ALTERNATING" else wanted.halves  # whose columns lie apart
     n = shape[1 if variant.transposed else 2]
     moved = n // element.packing
     of_h = moved * wanted.halves // halves

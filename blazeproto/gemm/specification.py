@@ -74,7 +74,7 @@ class Specification:
             if call.get(name) is not None and call[name] is not False:
                 raise ValueError(f"{name}: expected none with quantized operands, got {call[name]!r}")
         activation = activation_named(call.get("activation", "swiglu"))
-        if activation.halves != 2 or activation.alternating:
+        if not activation.gated or activation.layout != "HALVES":
             expected = "one whose gate and up are halves of H, with quantized operands"
             raise ValueError(f"activation: expected {expected}, got {call['activation']!r}")
         return E4M3

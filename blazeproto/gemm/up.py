@@ -123,7 +123,7 @@ def _plan(
     where: tuple[int, int, int], shape: tuple[int, int, int], variant: Variant, config: TileConfig, build: Build
 ) -> Plan:
     wanted, element = activation_named(variant.activation), variant.element
-    halves = 1 if wanted.alternating else wanted.halves  # whose columns lie apart
+    halves = 1 if wanted.layout == "ALTERNATING" else wanted.halves  # whose columns lie apart
     width = shape[2 if variant.transposed else 1]
     moved = width // element.packing
     return rows_plan(

@@ -80,7 +80,7 @@ EXPERTS = [(1, 1), (1, 8), (2, 1), (2, 20), (3, 6), (5, 3), (8, 2), (13, 5), (16
 RANKS = [0, 0, 0, 3, 8, 20, 64, 136]  # of factors; 0: none
 
 FP8_ACTIVATIONS = [
-    name for name in ACTIVATIONS if activation_named(name).gated and not activation_named(name).alternating
+    name for name in ACTIVATIONS if activation_named(name).gated and activation_named(name).layout == "HALVES"
 ]
 # Of a result's norm, how far a single run may be off the torch backend: a step of e4m3, should one number be most of it. That
 # backend rounds dA' and act to bf16 before it makes dH and A' of them, the kernels do not, and their sums keep 14 bits: in 2 % of

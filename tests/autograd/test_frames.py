@@ -1,76 +1,137 @@
-"""From MoE.forward, and from the node's backward, to the driver: at most seven Python frames of ours, eager, gradients on;
-eight for what a router launches beside top-k, and for the dispatch."""
+"""How deep a launch lies: frames of this package from `MoE.forward`, or from a node's backward, to the driver. A stand-in for
+the GPU counts them."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from blazeproto import MoE
-from blazeproto.runtime import driver
-from tests.autograd.frames import MOST_FRAMES, frames_here, kernel_of, names_of
+from blazeproto import MoE, moe_mlp
+from blazeproto.autograd import LowRank, grouped_experts
+from blazeproto.distributed import Symmetric, expert_parallel, symmetric
+from blazeproto.distributed.exchanges import PeerExchange
+from blazeproto.distributed.peer_memory import MemoryLayout, PeerMemory
+from blazeproto.router.router import ROUTERS
+from scripts.checks.stand_in import launches
 
-pytestmark = pytest.mark.gpu
-
-LAYERS = {
-    "top_k": {"bias": True},
-    "aux_free": {"activation": "geglu", "combine": "fused"},
-    "token_rounding": {"combine": "fused_both"},
-    "expert_choice": {},
-    "hash": {},
-    "chunks": {"router": "top_k", "workspace_bytes": 4_000_000, "save": "recompute"},
-    "capacity": {"router": "top_k", "row_capacity": 4000},
-    "losses": {"router": "top_k", "aux_loss": 0.01, "z_loss": 0.001},
+SEVEN, EIGHT = 7, 8
+T, D, N, E, K = 2048, 256, 128, 16, 4
+DISPATCH = {"count_pairs", "place_pairs"}
+PLAIN: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "biases": {"bias": True},
+    "fused": {"activation": "geglu", "combine": "fused"},
+    "fused_both": {"combine": "fused_both"},
+    "recompute": {"save": "recompute", "bias": True},
+    "chunks": {"workspace_bytes": 4_000_000, "save": "recompute", "bias": True},
+    "ungated": {"activation": "relu", "save": "paper"},
+    "losses": {"aux_loss": 0.01, "z_loss": 0.001},
+    "groups": {"router": "aux_free", "num_groups": 4, "top_groups": 2},
 }
+OF_TOP_K = {"logits", "finish_logits", "topk_route", "routing_partials", "routing_sums"}
+OF_BACKWARD = {"topk_route_backward", "split_gradient", "down_backward", "reduce_scores_grad", "weight_gradient"}
 
 
-class Counted:
-    """Stands in for the driver: counts, then launches."""
-
-    def __init__(self, real: object) -> None:
-        self.real, self.seen = real, defaultdict(list)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.real, name)
-
-    def launchKernel(self, *arguments: object) -> None:
-        frames = frames_here()
-        self.seen[kernel_of(frames)].append(names_of(frames))
-        self.real.launchKernel(*arguments)
-
-
-def allowed(room: str, kernel: str) -> int:
-    """topk.py and logits.py are of every router. Below dispatch lie its methods, and below a row capacity another."""
-    of_all = room == "gemm" or "topk" in kernel
-    return MOST_FRAMES if of_all else MOST_FRAMES + (2 if room == "dispatch" else 1)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_frames_to_a_launch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    options = {"router": name, **LAYERS[name]}
-    layer = MoE(256, 128, 16, 4, backend="hopper", dtype=torch.bfloat16, **options).cuda()
-    x = torch.randn(2048, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    ids = (torch.arange(2048, device="cuda") % 100,) if name == "hash" else ()
-
-    def step() -> None:
+def step(layer: MoE, *ids: torch.Tensor) -> dict[str, list[str]]:
+    """The deepest frames to each kernel of a forward and a backward."""
+    pytest.importorskip("numba.cuda", reason="needs numba-cuda")
+    x = torch.randn(T, D, dtype=torch.bfloat16, requires_grad=True)
+    with launches() as seen:
         out, stats = layer(x, *ids)
         (out.float().square().sum() + stats.aux_loss).backward()
+    found = {kernel: max(stacks, key=len) for kernel, stacks in seen.frames.items()}
+    assert all(frames[-1] == "driver.launch" for frames in found.values())
+    assert {frames[0] for frames in found.values()} >= {"layer.forward", "node.backward", "linear._backward"}
+    return found
 
-    step()  # compiles
-    counted = Counted(driver._driver())
-    monkeypatch.setattr(driver, "_driver", lambda: counted)
-    step()
-    torch.cuda.synchronize()
-    assert sum(room == "gemm" for room, _ in counted.seen) >= 6, "the products are seen"
-    for (room, kernel), stacks in sorted(counted.seen.items()):
-        deepest = max(stacks, key=len)
-        print(f"{len(deepest):3} {room:10} {kernel:32} {' > '.join(deepest)}")
-    deep = {
-        f"{room}: {kernel}": s
-        for (room, kernel), of in counted.seen.items()
-        for s in of
-        if len(s) > allowed(room, kernel)
-    }
-    assert not deep
+
+def deeper(found: dict[str, list[str]], most: int) -> dict[str, list[str]]:
+    return {kernel: frames for kernel, frames in found.items() if len(frames) > most}
+
+
+def made(**options: Any) -> MoE:
+    with launches():
+        return MoE(D, N, E, K, backend="hopper", dtype=torch.bfloat16, **options)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_seven_frames_in_bf16(name: str) -> None:
+    found = step(layer := made(**PLAIN[name]))
+    assert found.keys() >= OF_TOP_K | OF_BACKWARD | DISPATCH | {"up_forward", "linear"}
+    assert ("combine" in found) == (layer.combine != "fused_both")
+    assert not deeper(found, SEVEN)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_eight_frames_to_the_rarer_kernels_of_a_router(name: str) -> None:
+    found = step(made(router=name), *([torch.arange(T) % 100] if name == "hash" else []))
+    usual = step(made(z_loss=0.001)).keys()
+    assert bool(found.keys() - usual) == (name not in {"top_k", "topk_softmax", "aux_free"})
+    for kernel in found:
+        assert not deeper({kernel: found[kernel]}, SEVEN if kernel in usual else EIGHT)
+
+
+def test_eight_frames_with_a_row_capacity() -> None:
+    found = step(made(row_capacity=4000))
+    assert "limit_rows" in found and not deeper(found, EIGHT)
+
+
+def test_eight_frames_in_fp8() -> None:
+    found = step(made(precision="fp8"))
+    assert {"quantize_weights", "quantize_rows", "transpose_rows", "up_forward_fp8"} <= found.keys()
+    assert not deeper(found, EIGHT)
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_eight_frames_with_a_dispatcher(group: dist.ProcessGroup) -> None:
+    found = step(expert_parallel(made(), group))
+    assert found.keys() >= OF_TOP_K | OF_BACKWARD | DISPATCH
+    assert not deeper(found, EIGHT)
+
+
+def test_eight_frames_to_the_kernels_of_an_exchange(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symmetric's, with a CPU's memory in the place of what GPUs see of each other."""
+
+    def between_gpus(group: dist.ProcessGroup, layout: MemoryLayout) -> PeerExchange:
+        exchange = object.__new__(PeerExchange)
+        exchange.layout, exchange.places = layout, T
+        exchange.memory = torch.zeros(layout.size, dtype=torch.uint8)
+        exchange.end = PeerMemory(layout, 0, bases=0, progress=0, device=-1, blocks=1, patience=1.0)
+        return exchange
+
+    monkeypatch.setattr(symmetric, "GatheredExchange", between_gpus)
+    dispatcher = Symmetric(group, E, d_model=D, max_tokens=T, max_pairs=T * K, device="cpu")
+    found = step(expert_parallel(made(), group, dispatcher=dispatcher))
+    assert {"share", "send", "add_up", "send_back"} <= found.keys() and "combine" not in found
+    assert not deeper(found, EIGHT)
+
+
+def trained(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
+
+
+def test_launches_with_factors_and_of_rows_that_have_arrived_are_as_deep() -> None:
+    """A layer has no factors: `moe_mlp` is the first."""
+    x, up, down = trained(T, D), trained(E, 2 * N, D), trained(E, D, N)
+    factors = {"up_factors": LowRank(trained(E, 8, D), trained(E, 2 * N, 8))}
+    factors["down_factors"] = LowRank(trained(E, 8, N), trained(E, D, 8))
+    scores, experts = torch.randn(T, E).topk(K)
+    with launches() as seen:
+        for options in ({}, {"workspace_bytes": 4_000_000, "save": "recompute"}):
+            moe_mlp(
+                x, up, down, scores, experts, num_experts=E, backend="hopper", **factors, **options
+            ).sum().backward()
+        grouped_experts(x, up, down, torch.full((E,), T // E), backend="hopper", **factors).sum().backward()
+    assert seen.frames.keys() >= OF_BACKWARD - {"topk_route_backward", "split_gradient"}
+    assert not deeper({kernel: max(stacks, key=len) for kernel, stacks in seen.frames.items()}, SEVEN)

@@ -7,9 +7,11 @@ not the kernels.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import inspect
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -277,22 +279,25 @@ def test_dispatch_gets_what_it_asks_for(make_case, monkeypatch):
     case, varying = make_case(sentinels=True), make_case(varying=True)
     calls = []
 
-    def build_dispatch_unchecked(ids, num_experts, out, stream, overflow):
-        assert ids.is_contiguous() and stream == 7
-        calls.append((tuple(ids.shape), len(out), None if overflow is None else len(out[0])))
-        signature.bind(ids, num_experts, out, stream, overflow)
-        twin = dispatch_twin.build_dispatch(ids.numpy(), num_experts, row_capacity=len(out[0]))
-        names = ("expert_pair_indices", "expert_token_offsets", "token_index_map", "token_expert_indices")
-        for tensor, name in zip(out, names, strict=False):
-            tensor.copy_(torch.from_numpy(np.asarray(getattr(twin, name))))
+    def array(address, size, dtype=np.int32):
+        return np.frombuffer((ctypes.c_byte * (size * np.dtype(dtype).itemsize)).from_address(address), dtype)
 
-    signature = inspect.signature(build.build_dispatch_unchecked)
+    def run(ids, lists, workspace, num_tokens, top_k, num_experts, device, stream, *, capacity):
+        assert stream == 7
+        num_lists, num_pairs = len(lists) - (capacity is not None), num_tokens * top_k
+        calls.append(((num_tokens, top_k), num_lists, capacity))
+        ids = array(ids, num_pairs, np.int64 if num_lists == 4 else np.int32).reshape(num_tokens, top_k)
+        twin = dispatch_twin.build_dispatch(ids, num_experts, row_capacity=capacity)
+        names = ("expert_pair_indices", "expert_token_offsets", "token_index_map", "token_expert_indices")
+        for address, name in zip(lists[:num_lists], names, strict=False):
+            array(address, getattr(twin, name).size)[:] = getattr(twin, name)
+
     for ids in (case.topk_experts, case.topk_experts.long(), varying.topk_experts):
         for chunk_tokens, capacity in ((0, None), (16, None), (0, 20), (16, 20)) if ids.dim() == 2 else ((0, None),):
             expected = torch.ops.blazeproto.dispatch(ids, 5, chunk_tokens, "torch", capacity)
             with monkeypatch.context() as patched:
-                patched.setattr(hopper_backend, "build_dispatch_unchecked", build_dispatch_unchecked)
-                patched.setattr(hopper_backend, "current_stream", lambda array: 7)
+                patched.setattr(build, "_launcher", lambda method, capacity: partial(run, capacity=capacity))
+                patched.setattr(build.arrays, "current_stream", lambda array: 7)
                 patched.setattr(chunks, "dispatch_backend", lambda *_: hopper_backend)
                 got = torch.ops.blazeproto.dispatch(ids, 5, chunk_tokens, "hopper", capacity)
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))

@@ -1,5 +1,5 @@
-"""What `gemm.prepare` compiles is what a layer launches: all of it, and nothing that no number of tokens would launch. And how
-deep a launch lies. Nothing is compiled or launched here."""
+"""What `gemm.prepare` compiles is what a layer launches: all of it, and nothing that no number of tokens would launch. Nothing is
+compiled or launched here."""
 
 from __future__ import annotations
 
@@ -10,24 +10,12 @@ import torch
 
 from blazeproto import gemm
 from blazeproto.activations import ACTIVATIONS, activation_named
-from blazeproto.autograd import (
-    Arrived,
-    LowRank,
-    chunks,
-    fp8_backend,
-    grouped_experts,
-    hopper_backend,
-    moe_mlp,
-    steps,
-    torch_backend,
-)
+from blazeproto.autograd import chunks, hopper_backend, moe_mlp, steps, torch_backend
 from blazeproto.gemm import launch, registry, weight
 from blazeproto.gemm.combine import in_slices
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.tiles import CHOSEN, PLAIN, TILES
-from blazeproto.layer import MoE
 from blazeproto.runtime import driver
-from tests.autograd.frames import MOST_FRAMES, frames_here, kernel_of, names_of
 
 T, D, N, E, K = 40, 64, 32, 6, 3
 HANDLES: list[Kernel] = []  # a kernel's handle is its place here; what one test has planned, the next one finds
@@ -42,7 +30,6 @@ class Launches:
         self.prepared: list[Kernel] | None = []  # None: whatever is launched
         self.loaded: list[Kernel] = []
         self.launched: set[int] = set()
-        self.frames: dict[tuple[str, str], list[list[str]]] = {}  # by room and kernel
 
     def handle(self, kernel: Kernel, device: int) -> int:
         assert self.prepared is None or kernel in self.prepared, f"{kernel!r} was not prepared"
@@ -52,8 +39,6 @@ class Launches:
 
     def launchKernel(self, function: int, *_: object) -> None:
         self.launched.add(id(HANDLES[function]))
-        frames = frames_here()
-        self.frames.setdefault(kernel_of(frames), []).append(names_of(frames))
 
 
 @pytest.fixture
@@ -150,81 +135,6 @@ def test_a_layer_prepared_for_slices_of_columns(launches, monkeypatch, count):
 
 def test_loads_where_it_is_told_to(launches):
     assert gemm.prepare(D, N, E, K, device=1) == launches.loaded
-
-
-LAYERS = {
-    "plain": {},
-    "biases": {"bias": True},
-    "fused": {"combine": "fused"},
-    "fused_both": {"combine": "fused_both"},
-    "recompute": {"save": "recompute", "bias": True},
-    "chunks": {"workspace_bytes": 10_000, "bias": True},
-    "ungated": {"activation": "relu", "save": "paper"},
-}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_launch_is_at_most_seven_frames_deep(launches, name):
-    """Frames of this package, from MoE.forward and from the node's backward to the driver; on a GPU: test_frames.py."""
-    launches.prepared = None
-    layer = MoE(D, N, E, K, dtype=torch.bfloat16, **LAYERS[name])
-    layer(torch.randn(T, D, dtype=torch.bfloat16, requires_grad=True))[0].sum().backward()
-    kernels = {kernel for _, kernel in launches.frames}
-    assert {"up.launch", "down_backward.launch", "weight.launch", "reduce_scores_grad"} <= kernels
-    assert ("combine.launch" in kernels) == (layer.combine != "fused_both")
-    assert ("fused.launch" in kernels) == (layer.combine != "gather")
-    assert ("fused.launch_dx" in kernels) == (layer.combine == "fused_both")
-    starts = set()
-    for stacks in launches.frames.values():
-        for frames in stacks:
-            assert frames[-1] == "driver.launch" and len(frames) <= MOST_FRAMES, frames
-            starts.add(frames[0])
-    assert starts == {"layer.forward", "node.backward"}
-
-
-class OneRank:
-    """A dispatcher whose tokens stay where they are."""
-
-    def check(self, options):
-        pass
-
-    def dispatch(self, x, scores, topk_experts, pair_tokens, token_offsets):
-        return Arrived(x, scores, topk_experts, pair_tokens, token_offsets, None)
-
-    def combine(self, partial, arrived):
-        return partial
-
-
-@pytest.mark.parametrize("what", ["fp8", "dispatcher"])
-def test_with_fp8_or_a_dispatcher_it_is_one_more(launches, monkeypatch, what):
-    launches.prepared = None
-    monkeypatch.setattr(fp8_backend, "current_stream", lambda array: 0)
-    if what == "fp8":
-        monkeypatch.setattr(steps, "backend_on", lambda *_, **__: fp8_backend.Hopper())
-    layer = MoE(D, 128, E, K, dtype=torch.bfloat16, precision="fp8" if what == "fp8" else "bf16")
-    layer.dispatcher = OneRank() if what == "dispatcher" else None
-    layer(torch.randn(T, D, dtype=torch.bfloat16, requires_grad=True))[0].sum().backward()
-    stacks = [frames for stacks in launches.frames.values() for frames in stacks]
-    assert {frames[0] for frames in stacks} == {"layer.forward", "node.backward"}
-    assert max(map(len, stacks)) <= MOST_FRAMES + 1, max(stacks, key=len)
-
-
-def test_launches_with_factors_and_of_rows_that_have_arrived_are_as_deep(launches):
-    """A layer has no factors: `moe_mlp` is the first."""
-    launches.prepared = None
-
-    def trained(*shape):
-        return torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
-
-    x, up, down = trained(T, D), trained(E, 2 * N, D), trained(E, D, N)
-    factors = {"up_factors": LowRank(trained(E, 8, D), trained(E, 2 * N, 8))}
-    factors["down_factors"] = LowRank(trained(E, 8, N), trained(E, D, 8))
-    scores, experts = torch.randn(T, E).topk(K)
-    for options in ({}, {"workspace_bytes": 20_000, "save": "recompute"}):
-        moe_mlp(x, up, down, scores, experts, num_experts=E, **factors, **options).sum().backward()
-    grouped_experts(x, up, down, torch.full((E,), T // E), **factors).sum().backward()
-    for frames in (frames for stacks in launches.frames.values() for frames in stacks):
-        assert len(frames) <= MOST_FRAMES, frames
 
 
 @pytest.mark.parametrize(

@@ -196,11 +196,11 @@ class Exchange:
         ids, scores, ranks = (address(array[rank]) for array in (self.given, self.scores, self.token_ranks))
         lists = (address(of_pairs), address(offsets)) if self.varying else (0, 0)
         sizes = {"num_tokens": tokens, "num_pairs": len(self.ids[rank]), "top_k": self.top_k, "experts_here": HERE}
-        end.share(ids, scores, *lists, ranks, **sizes, stream=0)
+        driver.launch(*end.share(ids, scores, *lists, ranks, **sizes, stream=0))
         for name in ("experts", "scores", "pair_tokens", "token_offsets"):
             self._read(rank, name, name, SECTIONS[name])
         for turn in range(2):
-            end.send(address(self.x[turn][rank]), ranks, num_tokens=tokens, stream=0)
+            driver.launch(*end.send(address(self.x[turn][rank]), ranks, num_tokens=tokens, stream=0))
             self._read(rank, "rows", f"rows {turn}", np.uint16)
         D = self.layout.d_model
         slices = (range(8), range(8, D))
@@ -208,7 +208,7 @@ class Exchange:
         calls = [(bf16(self.y[rank]), scores, self.out[rank], range(D))]
         calls += [(np.ascontiguousarray(self.dx[rank][:, one]), 0, self.sums[rank], one) for one in slices]
         for y, weights, out, columns in calls:
-            end.add_up(
+            added = end.add_up(
                 *(address(y), weights, address(self.index_map[rank])),
                 address(self.memory[rank]) + begin if self.varying else 0,
                 *map(address, (self.token_ranks[rank], out)),
@@ -218,7 +218,9 @@ class Exchange:
                 dropping=self.dropping,
                 stream=0,
             )
-        end.send_back(*map(address, (self.values[rank], self.here[rank])), top_k=self.top_k, stream=0)
+            driver.launch(*added)
+        back = end.send_back(*map(address, (self.values[rank], self.here[rank])), top_k=self.top_k, stream=0)
+        driver.launch(*back)
         self._read(rank, "values", "values", np.float32)
 
     def _arrived_scores(self) -> np.ndarray:

@@ -54,12 +54,13 @@ def test_rows_are_sent_from_16_byte_aligned_memory(monkeypatch: pytest.MonkeyPat
     """The kernel loads 16 bytes at a time; a contiguous tensor may begin anywhere."""
     sent = []
 
-    def send(rows: int, *_: Any, num_tokens: int, stream: int) -> None:
-        sent.append((rows, ctypes.string_at(rows, num_tokens * 16 * 2)))
+    def send(rows: int, *_: Any, num_tokens: int, stream: int) -> tuple[int, bytes]:
+        return rows, ctypes.string_at(rows, num_tokens * 16 * 2)
 
     made, whole = exchange(), torch.randn(1 + 3 * 16).bfloat16()
     made.end = SimpleNamespace(send=send)
     monkeypatch.setattr(exchanges, "current_stream", lambda _: 0)
+    monkeypatch.setattr(exchanges.driver, "launch", lambda *given: sent.append(given))
     t = whole[1:].view(3, 16)
     assert t.is_contiguous() and t.data_ptr() % 16
     made.send(t, torch.ones(3, dtype=torch.int32))

@@ -1,0 +1,59 @@
+"""How much code a bf16 layer runs: the rule that counts it, and the ceiling."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.checks.path import OTHERS, is_table, lines_of_code, modules_that_run
+from scripts.checks.stand_in import PACKAGE
+
+CEILING = 10_324
+"""Lines of code. To lower it is free, to raise it takes a line in docs/decisions.md that says what was bought."""
+
+RUNS = {"layer.py", "autograd/node.py", "router/topk_kernels.py", "dispatch/tiled.py", "gemm/tuned.py", "gemm/nvrtc.py"}
+RUNS |= {f"gemm/cuda/{name}" for name in ("up.cu", "weight_sum.cu", "kernel.cuh", "ptx.cuh")}
+OF_OTHERS = re.compile("fp8|quantize|e4m3|low_rank|lab/|distributed/|blocksparse/|integrations/|torch_backend|fallback")
+
+
+def test_a_bf16_layer_runs_little_code() -> None:
+    pytest.importorskip("numba.cuda", reason="needs numba-cuda")
+    command = [sys.executable, "-m", "scripts.checks.path"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=PACKAGE.parent).stdout
+    *rows, total = [line.split(maxsplit=1) for line in printed.splitlines() if line]
+    files = {name: int(count) for count, name in rows if (PACKAGE / name).is_file()}
+    assert total == [str(sum(files.values())), f"in all, {len(files)} files"]
+    assert files.keys() >= RUNS and not [name for name in files if OF_OTHERS.search(name)]
+    assert sum(files.values()) <= CEILING
+
+
+def test_files_that_do_not_count_are_there() -> None:
+    assert all((PACKAGE / name).is_file() for names in OTHERS.values() for name in names)
+
+
+def test_a_line_of_code_holds_more_than_comments(tmp_path: Path) -> None:
+    python, cuda = tmp_path / "a.py", tmp_path / "a.cu"
+    python.write_text(
+        '"""Doc."""\n\n# why\nTEXT = """\nof two"""\n\ndef f(\n    x,  # what\n):\n    """Doc,\n    long."""\n'
+    )
+    cuda.write_text("// why\nint x;  // what\n/* why\n   not */\n\n/* a */ int y; /* b\n*/\n")
+    assert (lines_of_code(python), lines_of_code(cuda)) == (5, 2)
+    assert not is_table(python)
+
+
+def test_what_an_import_calls_does_not_run() -> None:
+    from blazeproto.runtime import checks
+    from blazeproto.runtime.arch import Arch
+
+    frames = "def importing():\n    checks.integer('x', 1)\nimporting()"
+    with modules_that_run() as ran:
+        exec(frames, {"__name__": "blazeproto.made", "checks": checks})
+        Arch("", (), "", 0, (), "")
+    assert ran == {"blazeproto.runtime.arch"}
+    with modules_that_run() as ran:
+        checks.integer("x", 1)
+    assert ran == {"blazeproto.runtime.checks"}
