@@ -99,18 +99,21 @@ def counters(
     activation: str = "swiglu",
     routing: str = "uniform",
     seed: int = 0,
+    precision: str = "bf16",
     config: TileConfig | None = None,
     sources: Path | None = None,
 ) -> HardwareCounters:
     """Those of one warm launch of a product that is made of tiles, with random inputs (`lab.oracle.make_case`).
 
-    T tokens, d model width, n expert width, E experts, K experts a token.  config: its tiles; default: those the package picks.
+    T tokens, d model width, n expert width, E experts, K experts a token.  precision: ``"bf16"`` or ``"fp8"``.
+    config: its tiles; default: those the package picks.
     sources: a folder of CUDA sources instead of the package's.
 
     FileNotFoundError where there is no ncu, CountersRefused where the driver forbids, RuntimeError where the program fails;
     each says what to do.
     """
     checks.one_of("product", product, tuple(name for name, entry in PRODUCTS.items() if entry.kernel))
+    entry = kernel_for(product, config, precision=precision).entry
     sizes = {"T": T, "d": d, "n": n, "E": E, "K": K}
     for name, value in sizes.items():
         checks.integer(name, value, 1)
@@ -121,6 +124,7 @@ def counters(
         "activation": activation,
         "routing": routing,
         "seed": seed,
+        "precision": precision,
         "config": vars(config) if config else None,
         "sources": str(sources) if sources else None,
     }
@@ -129,7 +133,6 @@ def counters(
     chosen, stalls = choose_metrics({*known})
     if not chosen:
         raise RuntimeError(f"ncu lists none of the metrics that are asked for on this GPU: is {ncu} too old for it?")
-    entry = kernel_for(product, config).entry
     command = [
         *(ncu, "--csv", "--print-units", "base", "--profile-from-start", "off", "--clock-control", "none"),
         *("--kernel-name-base", "function", "--kernel-name", entry, "--metrics", ",".join([*chosen.values(), *stalls])),

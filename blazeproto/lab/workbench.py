@@ -308,6 +308,7 @@ class Workbench:
         self._needs_hopper("counters")
         s = self.sizes
         options: dict[str, Any] = {"activation": self.activation, "routing": self.routing, "seed": self.seed}
+        options |= {"precision": self.precision}
         sources = self.edited.snapshot() if self.edited else None
         return counters(self.product, s.T, s.d, s.n, s.E, s.K, **options, config=self.config, sources=sources)
 

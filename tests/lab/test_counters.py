@@ -136,6 +136,13 @@ def test_edited_sources_are_told_to_the_program(ncu: Path) -> None:
     assert call[call.index("--kernel-name") + 1] == "weight_gradient"
 
 
+def test_the_quantized_kernel_is_the_one_that_is_counted(ncu: Path) -> None:
+    counters("down_backward_weight", 256, 128, 128, 4, 2, precision="fp8")
+    call = json.loads((ncu / "call").read_text())
+    assert json.loads(call[-1])["precision"] == "fp8"
+    assert call[call.index("--kernel-name") + 1] == "weight_gradient_fp8"
+
+
 def test_refusals_say_what_mends_them(ncu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (ncu / "answer").write_text("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission\n")
     with pytest.raises(CountersRefused, match=r"run as root.*NVreg_RestrictProfilingToAdminUsers=0"):
