@@ -90,7 +90,7 @@ def _in_numpy(
     token_index_map: Any, dispatch: Dispatch, widths: Any, halves: int, *, stream: int | None = None
 ) -> tuple[Any, ...]:
     """The twin of `topology_arrays`: the blocks as a mask, the rows by the experts' offsets."""
-    TwinArguments(dispatch, stream).lists()
+    TwinArguments(locals()).lists()
     bounds, offsets = bounds_of(dispatch, widths, halves), dispatch.expert_token_offsets
     counts = -(-np.diff(offsets) // BLOCK)
     of_rows = np.repeat(np.arange(len(counts)), counts)  # the expert of each row of blocks
@@ -125,7 +125,7 @@ def topology_arrays(
     token_index_map: Any, dispatch: Dispatch, widths: Any, halves: int, *, stream: int | None = None
 ) -> tuple[Any, ...]:
     """The arrays of `topology_of`, one behind the other: down's, up's, or down's again, and the padding's."""
-    given = Arguments(dispatch, stream)
+    given = Arguments(locals())
     lists, bounds = given.lists(), bounds_of(dispatch, widths, halves)
     if (num_experts := given.sizes["E"]) > MAX_EXPERTS:
         raise ValueError(f"dispatch.num_experts: expected at most {MAX_EXPERTS}, got {num_experts}")

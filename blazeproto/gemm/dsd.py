@@ -43,13 +43,13 @@ def formula_dds(m: Blocks, a: Any, values: Any, *, transpose_s: bool, transpose_
 
 _VALUES = Array("values", f"B {SQUARE}")
 _DSD = BlockSpecification(
-    inputs=(_VALUES, Array("b", "N m | m N | M m | m M")),
-    outputs=(Array("product", "M m | M m | N m | N m"),),
+    inputs=(_VALUES, Array("b", "N m")),
+    outputs=(Array("out", "M m"),),
     formula=formula_dsd,
 )
 _DDS = BlockSpecification(
-    inputs=(Array("a", "m M | M m | m N | N m"), _VALUES),
-    outputs=(Array("product", "m N | m N | m M | m M"),),
+    inputs=(Array("a", "m M"), _VALUES),
+    outputs=(Array("out", "m N"),),
     formula=formula_dds,
 )
 
@@ -117,8 +117,8 @@ def _launch(
 ) -> Any:
     """out = S dense, or S^T dense; mn_major: dense lies as it is multiplied.  transpose_out: out lies transposed.  name: whose
     build it is."""
-    lists, device, stream = given.placed()
-    values, out = given.views["values"], given.views["product"]
+    lists, (device, stream) = given.lists(), given.place()
+    values, out = given.views["values"], given.views["out"]
     columns, lines = given.sizes["m"], given.sizes["columns" if transpose_s else "rows"] - 1
     if columns and lines:
         variant = Variant(transposed=transpose_s, dense_transposed=not mn_major, out_transposed=transpose_out)
@@ -129,7 +129,7 @@ def _launch(
         # Without blocks nothing is loaded, and a tensor map only has to be some memory's.
         maps = [x.data_ptr() if x.size else out.data_ptr() for x in (values, dense, out)]
         driver.launch(*made.fill(maps, [lists[index].data_ptr() for index in indices]), stream)
-    return given.arrays["product"]
+    return given.arrays["out"]
 
 
 def tiles(columns: int, lines: int) -> TileConfig:

@@ -25,8 +25,8 @@ def formula(m: Blocks, a: Any, b: Any, *, transpose_b: bool) -> Any:
 
 
 _SDD = BlockSpecification(
-    inputs=(Array("a", "M k"), Array("b", "k N | N k")),
-    outputs=(Array("values", f"B {SQUARE}"),),
+    inputs=(Array("a", "M k"), Array("b", "k N")),
+    outputs=(Array("out", f"B {SQUARE}"),),
     formula=formula,
 )
 
@@ -53,15 +53,15 @@ def sdd(
     given = _SDD.check(locals())
     if not given.sizes["k"]:
         raise ValueError("a: expected columns to sum over, got none")
-    lists, device, stream = given.placed()
-    a, b, out = (given.views[name] for name in ("a", "b", "values"))
+    lists, (device, stream) = given.lists(), given.place()
+    a, b, out = (given.views[name] for name in ("a", "b", "out"))
     if out.shape[0] and all(topology.shape):
         made = _plan(a.shape, b.shape, out.shape[0], transpose_b, config or TILES, product.build_of("sdd"), device)
         indices = ("row_indices", "column_indices", "row_offsets", "block_offsets_t", "tiles", "tile_count")
         driver.launch(
             *made.fill([x.data_ptr() for x in (a, b, out)], [lists[name].data_ptr() for name in indices]), stream
         )
-    return given.arrays["values"]
+    return _SDD.results(given)
 
 
 def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
