@@ -21,12 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from blazeproto.gemm import compile as compilation
 from blazeproto.gemm import product
 from blazeproto.gemm.compile import Kernel
 from blazeproto.lab.spans import Span, Timeline
 from blazeproto.lab.target import Machine
-from blazeproto.runtime import checks
+from blazeproto.runtime import checks, driver
 from blazeproto.runtime.optional import need
 
 MACRO = "TIMELINE"
@@ -173,7 +172,8 @@ def record(launch: Callable[[], object], *, tiles: int = 3, cta: int = 0) -> Tim
     with compiled_in():
         launch()
         device = runtime.getDevice()
-        loaded = [kernel for kernel in compilation.loaded_kernels(device) if f"-D{MACRO}" in kernel.options]
+        loaded = [kernel for kernel in driver.LOADED if isinstance(kernel, Kernel) and device in kernel._functions]
+        loaded = [kernel for kernel in loaded if f"-D{MACRO}" in kernel.options]
         memories = [_Memory(kernel, device) for kernel in loaded]
         runtime.deviceSynchronize()
         for memory in memories:

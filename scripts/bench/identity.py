@@ -31,9 +31,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from blazeproto.gemm import compile
 from blazeproto.gemm.compile import Kernel
-from blazeproto.runtime import driver, numba_kernel
+from blazeproto.runtime import driver
 from blazeproto.runtime.numba_kernel import NumbaKernel
 from scripts.bench.layer_tiles import has_other_tiles
 
@@ -361,9 +360,10 @@ def launched() -> Iterator[dict[str, Description]]:
         with mock.patch.object(driver, "launch", noted):
             yield found
     finally:
-        loaded: list[Kernel | NumbaKernel] = [*compile._LOADED, *numba_kernel.LOADED]
-        for kernel in loaded:
-            if any(each.ptr in functions for each in kernel._functions.values()):
+        for kernel in driver.LOADED:
+            if isinstance(kernel, Kernel | NumbaKernel) and any(
+                each.ptr in functions for each in kernel._functions.values()
+            ):
                 found[identity(kernel)] = described(kernel)
 
 
