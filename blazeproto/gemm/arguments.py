@@ -76,11 +76,6 @@ class Array:
         """What errors, and the views of a call, name its scales."""
         return f"{self.name}'s scales"
 
-    @property
-    def counts(self) -> bool:
-        """Whether its bytes are among the least that a call moves."""
-        return self.counted or not self.optional
-
     def shape_in(self, call: Mapping[str, Any]) -> str:
         """Its shape with the options of a call."""
         gather, transposed, quantized = call.get("gather"), call.get("transposed"), call.get("quantized")
@@ -178,8 +173,7 @@ class Arguments:
     ) -> None:
         """An output or a workspace, whose lengths are known by now: a new one where ``value`` is None, unless it is added to.
         shape: as of `read`."""
-        if value is None and accumulate:
-            raise ValueError(f"{array.name}: expected an array to accumulate into, got None")
+        checks.require(value is not None or not accumulate, array.name, "an array to accumulate into", None)
         if value is None and not array.added:
             lengths: Any = self._lengths(shape or array.shape)
             scale = array.scale if quantized else ""
@@ -235,8 +229,7 @@ class Arguments:
     def _length(self, name: str) -> int:
         """The length of a list of the dispatch."""
         shape = self._view(f"dispatch.{name}", getattr(self.dispatch, name)).shape
-        if len(shape) != 1:
-            raise ValueError(f"dispatch.{name}: expected shape (any), got {shape}")
+        checks.require(len(shape) == 1, f"dispatch.{name}", "shape (any)", shape)
         return shape[0]
 
     def _lengths(self, shape: str) -> tuple[int | None, ...]:

@@ -21,6 +21,7 @@ from blazeproto.gemm.arguments import LOW, Arguments, Array, TwinArguments, low_
 from blazeproto.gemm.e4m3 import Quantized, from_e4m3, to_e4m3
 from blazeproto.gemm.formulas import Namespace
 from blazeproto.gemm.tiles import BF16, BM, E4M3, Element, TileConfig
+from blazeproto.runtime import checks
 from blazeproto.runtime.libraries import any_library
 from blazeproto.runtime.rounding import to_bfloat16
 
@@ -60,9 +61,8 @@ class Specification:
     def element(self, call: Mapping[str, Any]) -> Element:
         """The type of a call's operands. TypeError where some are quantized and others not, ValueError for options that quantized
         ones have not."""
-        given = {array.name: call[array.name] for array in self.inputs if array.scale and array.name in call}
-        by_kind = {name: isinstance(value, Quantized) for name, value in given.items()}
-        if not any(by_kind.values()) or not self.quantized:
+        operands = (call.get(array.name) for array in self.inputs if array.scale)
+        if not self.quantized or not any(isinstance(value, Quantized) for value in operands):
             return BF16
         for array in (*self.inputs, *self.outputs):
             value = call.get(array.name)
@@ -131,8 +131,7 @@ class Specification:
 
         @wraps(function)
         def twin(*args: Any, round_to: str | None = None, **options: Any) -> Any:
-            if round_to not in (None, "bf16"):
-                raise ValueError(f"round_to: expected None or 'bf16', got {round_to!r}")
+            checks.require(round_to in (None, "bf16"), "round_to", "None or 'bf16'", repr(round_to))
             bound = signature.bind(*args, **options)
             bound.apply_defaults()
             call = bound.arguments
