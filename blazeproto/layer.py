@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from blazeproto.activations import activation_named
 from blazeproto.autograd import QuantizedWeights, SavePolicy, moe_mlp, quantize_weights, saved_bytes
-from blazeproto.autograd.backends import backend_on, check_device, device_index, missing_for_hopper, what_runs
+from blazeproto.autograd.backends import backend_on, check_device, device_index, missing_for_kernels, what_runs
 from blazeproto.autograd.checkpoint import refuse_lost_gradients
 from blazeproto.autograd.checks import check_dense, check_dtype, check_weights
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for, num_chunks
@@ -239,7 +239,7 @@ class MoE(nn.Module, Shown):
         integer("num_tokens", num_tokens, least=0)
         refuse_ranks(self.dispatcher, "prepare")
         device, sizes = self.down_proj.device, (self.num_experts, self.d_model, self.d_expert)
-        if self.backend == "torch" or missing_for_hopper(device, torch.bfloat16, *sizes) is not None:
+        if self.backend == "torch" or missing_for_kernels(device, torch.bfloat16, *sizes) is not None:
             return
         from blazeproto import dispatch, gemm
 

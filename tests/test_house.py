@@ -256,18 +256,18 @@ def test_without_ptxsim_the_lab_says_how_to_get_it() -> None:
 
 CEILINGS = {
     "blazeproto/*.py": 812,
-    "blazeproto/runtime/**/*.py": 1004,
-    "blazeproto/dispatch/**/*.py": 729,
+    "blazeproto/runtime/**/*.py": 1001,
+    "blazeproto/dispatch/**/*.py": 733,
     "blazeproto/router/**/*.py": 2294,
-    "blazeproto/gemm/**/*.py": 2155,
+    "blazeproto/gemm/**/*.py": 2053,
     "blazeproto/autograd/**/*.py": 1919,
-    "blazeproto/blocksparse/**/*.py": 605,
+    "blazeproto/blocksparse/**/*.py": 587,
     "blazeproto/distributed/**/*.py": 503,
     "blazeproto/integrations/**/*.py": 320,
-    "blazeproto/lab/**/*.py": 2844,
+    "blazeproto/lab/**/*.py": 2845,
     "ptxsim/*.py": 2900,
-    "scripts/**/*.py": 10488,
-    "tests/**/*.py ptxsim/tests/**/*.py": 26796,
+    "scripts/**/*.py": 10484,
+    "tests/**/*.py ptxsim/tests/**/*.py": 26797,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 4796,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

@@ -22,7 +22,7 @@ def backend_on(
 ) -> Backend:
     """The backend for tensors of this device and dtype, E experts, d and n. ValueError: "hopper" was asked for and cannot
     run; it says what is missing."""
-    missing = "" if name == "torch" else missing_for_hopper(device, dtype, num_experts, *widths)
+    missing = "" if name == "torch" else missing_for_kernels(device, dtype, num_experts, *widths)
     if missing and name == "hopper":
         raise ValueError(f'backend: expected one that can run here, got "hopper", which needs {missing}')
     if precision != "bf16":
@@ -48,8 +48,8 @@ def has_dispatch_kernels(backend: str, device: torch.device) -> bool:
     return backend != "torch" and device.type == "cuda" and _missing_on_device(device_index(device)) is None
 
 
-def missing_for_hopper(device: torch.device, dtype: torch.dtype, num_experts: int, *widths: int) -> str | None:
-    """What keeps the Hopper backend from running with this device, dtype, E and these widths (d, n); None if nothing."""
+def missing_for_kernels(device: torch.device, dtype: torch.dtype, num_experts: int, *widths: int) -> str | None:
+    """What keeps the kernels from running with this device, dtype, E and these widths (d, n); None if nothing does."""
     if device.type != "cuda":
         return f"a CUDA GPU of {arch.WANTED}; the tensors are on {device}"
     if dtype != torch.bfloat16:
@@ -66,7 +66,7 @@ def what_runs(name: str, device: torch.device, dtype: torch.dtype, num_experts: 
     """What `backend_on` does, in words: "hopper", or "torch", or "nothing" where it raises; with what the kernels lack."""
     if name == "torch":
         return name
-    missing = missing_for_hopper(device, dtype, num_experts, *widths)
+    missing = missing_for_kernels(device, dtype, num_experts, *widths)
     return "hopper" if missing is None else f"{'torch' if name == 'auto' else 'nothing'}: the kernels need {missing}"
 
 

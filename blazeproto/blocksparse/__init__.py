@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from blazeproto.blocksparse.baselines import DroppingMoE, SequentialMoE
-    from blazeproto.blocksparse.build import topology_of
     from blazeproto.blocksparse.dmoe import dMoE
     from blazeproto.blocksparse.rows import padded_gather, padded_scatter, score_grad
-    from blazeproto.blocksparse.topology import Padding, Topology
+    from blazeproto.blocksparse.topology import Padding, Topology, topology_of
 
 _HOME_OF = {
     "DroppingMoE": "baselines",
@@ -22,7 +21,7 @@ _HOME_OF = {
     "padded_gather": "rows",
     "padded_scatter": "rows",
     "score_grad": "rows",
-    "topology_of": "build",
+    "topology_of": "topology",
 }
 __all__ = [
     "DroppingMoE",

@@ -29,9 +29,8 @@ from blazeproto.autograd.hopper_backend import ready
 from blazeproto.autograd.operators import as_experts_see, cast, narrow_ids
 from blazeproto.autograd.options import Options
 from blazeproto.blocksparse.baselines import PlainMoE
-from blazeproto.blocksparse.build import topology_of
 from blazeproto.blocksparse.rows import padded_gather, padded_scatter, score_grad
-from blazeproto.blocksparse.topology import Padding, Topology
+from blazeproto.blocksparse.topology import Padding, Topology, topology_of
 from blazeproto.dispatch import Dispatch, build_dispatch, build_dispatch_varying
 from blazeproto.gemm import block_activation
 from blazeproto.gemm.blocks import BLOCK, Blocks

@@ -5,7 +5,7 @@ dX       <--padded_scatter--       <--experts--        <--padded_gather-- dO, we
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -30,17 +30,16 @@ THREADS, WARP = 256, 32  # of a block; that share a line
 class PaddedArguments(Arguments):
     """The arrays of a call with a padding, checked. Letters: as of a dispatch, and M, rows."""
 
-    def __init__(self, padding: Any, dispatch: Dispatch, stream: int | None) -> None:
-        checks.instance("padding", padding, Padding)
-        super().__init__(dispatch, stream)
-        self.padding = padding
-        R, E = self.sizes["R"], self.sizes["E"]
-        self.sizes |= {"M": BLOCK * (R // BLOCK + min(E, R))}  # `topology_of`'s
-        self._checked("padding.row_pairs", padding.row_pairs, "M", "int32")
+    def _known_sizes(self, call: Mapping[str, Any]) -> dict[str, int]:
+        self.padding: Padding = call["padding"]
+        checks.instance("padding", self.padding, Padding)
+        sizes = super()._known_sizes(call)
+        return sizes | {"M": BLOCK * (sizes["R"] // BLOCK + min(sizes["E"], sizes["R"]))}  # `topology_of`'s
 
     def lists(self) -> dict[str, Any]:
         """The dispatch's lists, checked, as the padding's are."""
-        for name, shape in (("pair_rows", "P"), ("expert_row_offsets", str(self.sizes["E"] + 1))):
+        shapes = {"row_pairs": "M", "pair_rows": "P", "expert_row_offsets": str(self.sizes["E"] + 1)}
+        for name, shape in shapes.items():
             self._checked(f"padding.{name}", getattr(self.padding, name), shape, "int32")
         return super().lists()
 
@@ -53,19 +52,7 @@ class TwinPaddedArguments(PaddedArguments, TwinArguments):
 class PaddedSpecification(Specification):
     """For a function with a padding beside the dispatch."""
 
-    def check(self, call: Mapping[str, Any], kind: type[Arguments] = Arguments) -> Arguments:
-        """As `Specification.check`."""
-        made = TwinPaddedArguments if kind is TwinArguments else PaddedArguments
-        given = made(call["padding"], call["dispatch"], call["stream"])
-        for array in self.inputs:
-            given.read(array, call[array.name])
-        for array in self.outputs:
-            given.write(replace(array, name="out"), call["out"])
-            given.arrays[array.name], given.views[array.name] = given.arrays.pop("out"), given.views.pop("out")
-        return given
-
-    def _store(self, array: Array, value: Any, out: Any, call: Mapping[str, Any], m: Any) -> None:
-        out[...] = m.stored(value) if array.dtype == "bfloat16" else value
+    arguments = PaddedArguments, TwinPaddedArguments
 
 
 def _formula_gather(m: Any, x: Any, padding: Padding, scores: Any = None) -> Any:
@@ -76,7 +63,7 @@ def _formula_gather(m: Any, x: Any, padding: Padding, scores: Any = None) -> Any
 
 
 _SCORES = Array("scores", "P", "float32", optional=True)
-_GATHER = PaddedSpecification((Array("x", "T d"), _SCORES), (Array("rows", "M d"),), _formula_gather)
+_GATHER = PaddedSpecification((Array("x", "T d"), _SCORES), (Array("out", "M d"),), _formula_gather)
 _SCATTER = PaddedSpecification(
     (Array("rows", "M d"), _SCORES),
     (Array("out", "T d"),),
@@ -85,7 +72,7 @@ _SCATTER = PaddedSpecification(
 )
 _SCORE_GRAD = PaddedSpecification(
     (Array("d_out", "T d"), Array("rows", "M d")),
-    (Array("d_scores", "P", "float32"),),
+    (Array("out", "P", "float32"),),
     # dS_p = ⟨dO_t, rows_r⟩
     lambda m, d_out, rows, padding: m.by_pair(m.dot(m.gather(d_out), rows[padding.row_pairs >= 0])),
 )
@@ -161,16 +148,16 @@ def _launch(made: NumbaKernel, at: Addresses, lines: int, columns: int, *address
         made.launch(at.device, at.stream, -(-lines * WARP // THREADS), 0, *addresses, lines, columns // CHUNK, at.top_k)
 
 
-def _launch_gather(x: Any, at: Addresses, *, padding: Padding, scores: Any, rows: Any) -> None:
-    made, (num_rows, d) = kernel("padded_gather", weighted=scores is not None), rows.shape
+def _launch_gather(x: Any, at: Addresses, *, padding: Padding, scores: Any, out: Any) -> None:
+    made, (num_rows, d) = kernel("padded_gather", weighted=scores is not None), out.shape
     row_pairs, weights = view(padding.row_pairs).ptr, 0 if scores is None else scores.data_ptr()
-    _launch(made, at, num_rows, d, x.data_ptr(), row_pairs, at.pair_to_token[1], weights, rows.data_ptr())
+    _launch(made, at, num_rows, d, x.data_ptr(), row_pairs, at.pair_to_token[1], weights, out.data_ptr())
 
 
 def _launch_scatter(rows: Any, at: Addresses, *, padding: Padding, scores: Any, out: Any) -> None:
     launch_combine(rows, at._replace(token_index_map=view(padding.pair_rows).ptr), scores=scores, out=out)
 
 
-def _launch_score_grad(d_out: Any, rows: Any, at: Addresses, *, padding: Padding, d_scores: Any) -> None:
+def _launch_score_grad(d_out: Any, rows: Any, at: Addresses, *, padding: Padding, out: Any) -> None:
     inputs = (d_out.data_ptr(), rows.data_ptr(), view(padding.pair_rows).ptr, at.pair_to_token[1])
-    _launch(kernel("score_grad"), at, at.num_pairs, d_out.shape[1], *inputs, d_scores.data_ptr())
+    _launch(kernel("score_grad"), at, at.num_pairs, d_out.shape[1], *inputs, out.data_ptr())

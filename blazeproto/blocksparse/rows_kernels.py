@@ -83,7 +83,7 @@ def padded_gather(threads: int, weighted: bool) -> Any:
 def score_grad(threads: int) -> Any:
     """Products of bf16 numbers are exact in fp32; a lane adds its own in order, then the lanes' sums are added."""
     warps = threads // WARP
-    total_of = group_of(WARP, threads).total
+    total_of = group_of(WARP).total
 
     def score_grad(d_out, rows, pair_rows, pair_tokens, d_scores, num_pairs, chunks, top_k):
         lane = int64(cuda.threadIdx.x & (WARP - 1))

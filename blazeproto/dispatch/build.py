@@ -5,18 +5,18 @@
 On the caller's current stream, without waiting for the device; once its kernels are compiled (`prepare_dispatch`), a
 call with ``out`` and ``workspace`` allocates nothing and can be captured in a CUDA graph.
 
-A method is a module of its name, imported when first used, for it imports Numba. It has
+A method is a module of its name, imported when first used, for it imports Numba; with a row_capacity `limit.Limited`. It has
 
     workspace_bytes(num_tokens, top_k, num_experts)
     kernels(num_tokens, top_k, num_experts, ids)      those that a dispatch of this shape launches; ids: their dtype
     run(ids, lists, workspace, num_tokens, top_k, num_experts, device, stream)     fills the lists of `Dispatch`
 
 run takes kernel arguments (`memory.argument`). ``lists`` are expert_pair_indices, expert_token_offsets and token_index_map, and
-for int64 ids a fourth: token_expert_indices, their int32 copy.
+for int64 ids a fourth: token_expert_indices, their int32 copy; with a row_capacity overflow is the last.
 """
 
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -110,12 +110,8 @@ def workspace_bytes(
     row_capacity: whatever it is, adds 4·T·K; None: there is none. TypeError or ValueError for what cannot be a shape.
     """
     shape = _checked_shape(num_tokens, top_k, num_experts, row_capacity, method)
-    return _workspace_bytes(_module(method), *shape, row_capacity is not None)
-
-
-def _workspace_bytes(method: Any, num_tokens: int, top_k: int, num_experts: int, limited: bool) -> int:
-    needed: int = method.workspace_bytes(num_tokens, top_k, num_experts)
-    return needed + 4 * num_tokens * top_k if limited else needed
+    needed: int = _method(method, row_capacity).workspace_bytes(*shape)
+    return needed
 
 
 def _checked_shape(
@@ -150,10 +146,8 @@ def prepare_dispatch(
     shape = _checked_shape(num_tokens, top_k, num_experts, row_capacity, method)
     checks.one_of("dtype", dtype, ("int32", "int64"))
     checks.integer("device", device, least=0)
-    for kernel in _module(method).kernels(*shape, dtype):
+    for kernel in _method(method, row_capacity).kernels(*shape, dtype):
         kernel.load(device)
-    if row_capacity is not None:
-        _module("limit").KERNEL.load(device)
 
 
 def fill_dispatch(topk_experts: Any, num_experts: int, lists: tuple[Any, ...]) -> None:
@@ -175,30 +169,28 @@ def fill_dispatch(topk_experts: Any, num_experts: int, lists: tuple[Any, ...]) -
     limited, copied = capacity < num_pairs, dtype == "torch.int64"
     # The int32 copy that the kernels make of other ids, and the overflow.
     extra = [lists[0].new_empty(size) for size, wanted in ((num_pairs, copied), (1, limited)) if wanted]
-    workspace = lists[0].new_empty(_workspace_bytes(_module("tiled"), *shape, limited) // 4)
+    method = _method("tiled", capacity if limited else None)
+    workspace = lists[0].new_empty(method.workspace_bytes(*shape) // 4)
     filled, stream = [array.data_ptr() for array in (*lists, *extra)], arrays.current_stream(ids)
-    _launcher("tiled", capacity if limited else None)(
-        ids.data_ptr(), filled, workspace.data_ptr(), *shape, ids.get_device(), stream
-    )
+    method.run(ids.data_ptr(), filled, workspace.data_ptr(), *shape, ids.get_device(), stream)
 
 
-def _launcher(method: str, capacity: int | None) -> Any:
-    """What fills the lists: called with ids, lists, workspace, T, K, E, device and stream.  capacity: of a dispatch with one,
-    whose overflow is the last of the lists."""
-    made = _module(method)
-    return made.run if capacity is None else partial(_module("limit").run, made, capacity=capacity)
+def _method(name: str, row_capacity: int | None) -> Any:
+    """The method of a name, for a dispatch with this row_capacity."""
+    module = _module(name)
+    return module if row_capacity is None else _module("limit").Limited(module, row_capacity)
 
 
 @cache
-def _module(method: str) -> Any:
-    return import_module(f"blazeproto.dispatch.{method}")
+def _module(name: str) -> Any:
+    return import_module(f"blazeproto.dispatch.{name}")
 
 
 def _build(request: Request, num_tokens: int, top_k: int, call: Mapping[str, Any]) -> dict[str, Any]:
     """The lists of a Dispatch, by name, for flat or (T, K) ids."""
-    ids, method, workspace = request.ids, call["method"], call["workspace"]
-    shape = (num_tokens, top_k, request.num_experts)
-    needed = _workspace_bytes(_module(method), *shape, request.row_capacity is not None)
+    ids, workspace = request.ids, call["workspace"]
+    method, shape = _method(call["method"], request.row_capacity), (num_tokens, top_k, request.num_experts)
+    needed = method.workspace_bytes(*shape)
     with memory.on_stream(ids, call["stream"]) as stream:
         made = {
             name: arrays.output(name, request.given.get(name), "int32", (size,), ids, 4)
@@ -206,11 +198,10 @@ def _build(request: Request, num_tokens: int, top_k: int, call: Mapping[str, Any
         }
         given_room = arrays.empty((-(-needed // 4),), "int32", ids) if workspace is None else workspace
         room = arrays.expect("workspace", given_room, tuple(arrays.ITEM_BYTES), device=ids.device, alignment=4)
-        if room.nbytes < needed:
-            raise ValueError(f"workspace: expected at least {needed} bytes, got {room.nbytes}")
+        checks.require(room.nbytes >= needed, "workspace", f"at least {needed} bytes", room.nbytes)
         check_apart({"the ids": ids, "workspace": room, **{name: view for name, (_, view) in made.items()}})
         arguments = (memory.argument(ids), [memory.argument(view) for _, view in made.values()], memory.argument(room))
-        _launcher(method, request.row_capacity)(*arguments, *shape, ids.device, stream)
+        method.run(*arguments, *shape, ids.device, stream)
     # The router's choice as one list, in the caller's kind of array where that has a reshape.
     choice: Any = ids.owner if hasattr(ids.owner, "reshape") else memory.as_cupy(ids)
     return {"token_expert_indices": choice.reshape(-1), **{name: array for name, (array, _) in made.items()}}

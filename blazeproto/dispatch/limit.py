@@ -13,7 +13,7 @@ Bytes: 4 of token_index_map read a pair, and written where it changes; 8 a row t
 # As in tiled.py, types come from the values.
 # mypy: disable-error-code="no-untyped-def"
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from blazeproto.runtime.memory import part
 from blazeproto.runtime.numba import cuda, int64
@@ -52,24 +52,37 @@ def limit_rows(threads: int) -> Any:
 KERNEL = NumbaKernel(limit_rows, "int32* int32* int32* int32* int32* int64 int64 int64", threads=THREADS)
 
 
-def run(
-    method: Any,
-    ids: Any,
-    lists: Sequence[Any],
-    workspace: Any,
-    num_tokens: int,
-    top_k: int,
-    num_experts: int,
-    device: int,
-    stream: int,
-    capacity: int,
-) -> None:
-    """A method's run (build.py), then the kernel. Of ``lists`` expert_pair_indices has ``capacity`` entries, at most a pair each;
-    overflow is the last. The workspace begins with a list of all pairs."""
-    *lists, overflow = lists
-    num_pairs = num_tokens * top_k
-    all_pairs = part(workspace, 0, num_pairs, "int32")
-    rest = part(workspace, 4 * num_pairs, method.workspace_bytes(num_tokens, top_k, num_experts), "uint8")
-    method.run(ids, [all_pairs, *lists[1:]], rest, num_tokens, top_k, num_experts, device, stream)
-    blocks = -(-max(num_pairs, num_experts + 1) // KERNEL.threads)
-    KERNEL.launch(device, stream, blocks, 0, all_pairs, *lists[:3], overflow, num_pairs, num_experts, capacity)
+class Limited(NamedTuple):
+    """A method (build.py) for a dispatch of at most ``capacity`` rows."""
+
+    method: Any
+    capacity: int
+
+    def workspace_bytes(self, num_tokens: int, top_k: int, num_experts: int) -> int:
+        """The method's, behind a list of all pairs."""
+        needed: int = self.method.workspace_bytes(num_tokens, top_k, num_experts)
+        return 4 * num_tokens * top_k + needed
+
+    def kernels(self, num_tokens: int, top_k: int, num_experts: int, ids: str) -> tuple[NumbaKernel, ...]:
+        """The method's, then the kernel."""
+        return (*self.method.kernels(num_tokens, top_k, num_experts, ids), KERNEL)
+
+    def run(
+        self,
+        ids: Any,
+        lists: Sequence[Any],
+        workspace: Any,
+        num_tokens: int,
+        top_k: int,
+        num_experts: int,
+        device: int,
+        stream: int,
+    ) -> None:
+        """The method's run, then the kernel. Of ``lists`` expert_pair_indices has ``capacity`` entries, at most a pair each."""
+        *lists, overflow = lists
+        num_pairs = num_tokens * top_k
+        all_pairs = part(workspace, 0, num_pairs, "int32")
+        rest = part(workspace, 4 * num_pairs, self.method.workspace_bytes(num_tokens, top_k, num_experts), "uint8")
+        self.method.run(ids, [all_pairs, *lists[1:]], rest, num_tokens, top_k, num_experts, device, stream)
+        blocks, sizes = -(-max(num_pairs, num_experts + 1) // THREADS), (num_pairs, num_experts, self.capacity)
+        KERNEL.launch(device, stream, blocks, 0, all_pairs, *lists[:3], overflow, *sizes)

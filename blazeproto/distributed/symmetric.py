@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from blazeproto.autograd.backends import check_device, missing_for_hopper
+from blazeproto.autograd.backends import check_device, missing_for_kernels
 from blazeproto.autograd.options import Options
 from blazeproto.autograd.private import in_backward
 from blazeproto.autograd.ranks import EXCHANGES, Arrived, PeersNamed
@@ -188,7 +188,7 @@ class Symmetric:
         if x.device != self.device:
             raise ValueError(f"x: expected on {self.device} as the dispatcher is, got {x.device}")
         here = self.num_experts // self.ranks
-        if self.device.type == "cuda" and (lacks := missing_for_hopper(x.device, x.dtype, here, layout.d_model)):
+        if self.device.type == "cuda" and (lacks := missing_for_kernels(x.device, x.dtype, here, layout.d_model)):
             raise ValueError(f"x: expected what runs on the Hopper backend, which on a rank needs {lacks}")
 
 

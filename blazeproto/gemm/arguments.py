@@ -62,8 +62,8 @@ class Array:
 
     @property
     def index(self) -> str:
-        """What a line of it belongs to: "token", "row", "pair" or "expert"."""
-        return {"T": "token", "R": "row", "P": "pair", "E": "expert"}[self.shape[0]]
+        """What a line of it belongs to: "token", "row", "pair" or "expert"; "" for anything else."""
+        return {"T": "token", "R": "row", "P": "pair", "E": "expert"}.get(self.shape[0], "")
 
     @property
     def scale(self) -> str:
@@ -75,11 +75,6 @@ class Array:
     def scales(self) -> str:
         """What errors, and the views of a call, name its scales."""
         return f"{self.name}'s scales"
-
-    @property
-    def counts(self) -> bool:
-        """Whether its bytes are among the least that a call moves."""
-        return self.counted or not self.optional
 
     def shape_in(self, call: Mapping[str, Any]) -> str:
         """Its shape with the options of a call."""
@@ -120,6 +115,7 @@ def low_arrays(low: Any) -> dict[str, Any]:
 class Arguments:
     """The arrays of one call of a product, checked; those that the caller gives no memory for are made.
 
+    call: the parameters of the public function, by name.
     A shape is written as in the docstrings, "E h d" for (E, h, d). T, R, P and E are the dispatch's; any other word is a
     width, which the first array that has it decides; a number is itself. "P" alone is met by any shape of P elements. Where
     there is an activation, of n and h = G n one decides the other.
@@ -130,34 +126,40 @@ class Arguments:
     multiple = CHUNK  # of which widths are one
     halves = 0  # G, where there is an activation
 
-    def __init__(self, dispatch: Dispatch, stream: int | None, config: TileConfig | None = None) -> None:
-        checks.instance("dispatch", dispatch, Dispatch)
-        checks.instance("config", config, TileConfig, optional=True)
-        if stream is not None:
-            checks.integer("stream", stream, least=0)
-        self.dispatch, self.stream = dispatch, stream
-        T = checks.integer("dispatch.num_tokens", dispatch.num_tokens, least=0)
-        E = checks.integer("dispatch.num_experts", dispatch.num_experts, least=1)
-        if dispatch.top_k is None:
-            P = self._length("token_index_map")
-        else:
-            P = T * checks.integer("dispatch.top_k", dispatch.top_k, least=1)
-        self.sizes = {"T": T, "R": self._length("expert_pair_indices"), "P": P, "E": E}
+    def __init__(self, call: Mapping[str, Any]) -> None:
+        checks.instance("config", call.get("config"), TileConfig, optional=True)
+        self.stream: int | None = call["stream"]
+        if self.stream is not None:
+            checks.integer("stream", self.stream, least=0)
         self.arrays: dict[str, Any] = {}  # by name: the caller's, or new ones
         self.views: dict[str, Any] = {}  # of these, as a launch takes them; None for an optional one that was not given
+        self.sizes = self._known_sizes(call)
 
-    def read(self, array: Array, value: Any, shape: str = "") -> Any:
+    def _known_sizes(self, call: Mapping[str, Any]) -> dict[str, int]:
+        """Those that no array decides."""
+        self.dispatch: Dispatch = call["dispatch"]
+        checks.instance("dispatch", self.dispatch, Dispatch)
+        T = checks.integer("dispatch.num_tokens", self.dispatch.num_tokens, least=0)
+        E = checks.integer("dispatch.num_experts", self.dispatch.num_experts, least=1)
+        if self.dispatch.top_k is None:
+            P = self._length("token_index_map")
+        else:
+            P = T * checks.integer("dispatch.top_k", self.dispatch.top_k, least=1)
+        return {"T": T, "R": self._length("expert_pair_indices"), "P": P, "E": E}
+
+    def read(self, array: Array, value: Any, shape: str = "") -> None:
         """An input, or an output that is there.  shape: in this call, where options change it."""
         name, shape = array.name, shape or array.shape
         gathered = array.fetched and shape[0] == "T"
         self.arrays[name] = value
         if isinstance(value, Quantized) and array.scale:
-            return self._read_quantized(array, value, shape, gathered)
-        absent = array.optional and value is None and name not in LOW
-        self.views[name] = None if absent else self._checked(name, value, shape, array.dtype, gathered)
-        return self.views[name]
+            self._read_quantized(array, value, shape, gathered)
+        elif array.optional and value is None and name not in LOW:
+            self.views[name] = None
+        else:
+            self.views[name] = self._checked(name, value, shape, array.dtype, gathered)
 
-    def _read_quantized(self, array: Array, value: Quantized, shape: str, gathered: bool) -> Any:
+    def _read_quantized(self, array: Array, value: Quantized, shape: str, gathered: bool) -> None:
         """Rows are whole blocks, others whole chunks of 16 bytes."""
         whole = BLOCK if array.scale == "1x128" else CHUNK * E4M3.packing
         values = self._checked(array.name, value.values, shape, E4M3.dtypes, gathered)
@@ -165,20 +167,21 @@ class Arguments:
             raise ValueError(f"{array.name}: expected a width that is a multiple of {whole}, got shape {values.shape}")
         made = self._expected(array.scales, value.scales, "float32", scales_shape(array.scale, values.shape))
         self.views |= {array.name: values, array.scales: made}
-        return values
 
-    def write(self, array: Array, value: Any, *, accumulate: bool = False, quantized: bool = False) -> None:
-        """An output or a workspace, whose lengths are known by now: a new one where ``value`` is None, unless it is added to."""
-        if value is None and accumulate:
-            raise ValueError(f"{array.name}: expected an array to accumulate into, got None")
+    def write(
+        self, array: Array, value: Any, shape: str = "", *, accumulate: bool = False, quantized: bool = False
+    ) -> None:
+        """An output or a workspace, whose lengths are known by now: a new one where ``value`` is None, unless it is added to.
+        shape: as of `read`."""
+        checks.require(value is not None or not accumulate, array.name, "an array to accumulate into", None)
         if value is None and not array.added:
-            lengths: Any = self._lengths(array.shape)
+            lengths: Any = self._lengths(shape or array.shape)
             scale = array.scale if quantized else ""
             value = self._new_quantized(lengths, scale) if scale else self._new(lengths, array.dtype)
         elif array.f32 and self._view(array.name, value).dtype == "float32":
             array = replace(array, dtype="float32")
         others = {name: seen for name, seen in self.views.items() if seen is not None}
-        self.read(array, value)
+        self.read(array, value, shape)
         over = {array.name: array.over, array.scales: f"{array.over}'s scales" if array.over else ""}
         for (mine, allowed), (name, seen) in every(over.items(), others.items()):
             a = self.views.get(mine)
@@ -216,16 +219,17 @@ class Arguments:
     def located(self) -> Addresses:
         """Where the dispatch's lists lie, which are checked too, and where to launch: on the current GPU and the given stream,
         by default the current one of the first array."""
-        lists = self.lists()
+        return addresses(replace(self.dispatch, **self.lists()), *self.place())
+
+    def place(self) -> tuple[int, int]:
+        """The device and the stream of a launch."""
         first = next(array for array in self.views.values() if array is not None)
-        stream = current_stream(first) if self.stream is None else self.stream
-        return addresses(replace(self.dispatch, **lists), first.device, stream)
+        return first.device, current_stream(first) if self.stream is None else self.stream
 
     def _length(self, name: str) -> int:
         """The length of a list of the dispatch."""
         shape = self._view(f"dispatch.{name}", getattr(self.dispatch, name)).shape
-        if len(shape) != 1:
-            raise ValueError(f"dispatch.{name}: expected shape (any), got {shape}")
+        checks.require(len(shape) == 1, f"dispatch.{name}", "shape (any)", shape)
         return shape[0]
 
     def _lengths(self, shape: str) -> tuple[int | None, ...]:
@@ -238,8 +242,8 @@ class Arguments:
         odd_widths = dtype == "bfloat16" and any(width % self.multiple for width in a.shape[1:])
         for wrong, expected in (
             (odd_widths, f"widths that are multiples of {self.multiple}"),
-            (by_pair and a.size != self.sizes["P"], f"{self.sizes['P']} elements, one a pair"),
-            *self._limits(a, gathered),
+            (by_pair and a.size != self.sizes.get("P"), f"{self.sizes.get('P')} elements, one a pair"),
+            *self._limits(a, shape[0], gathered),
         ):
             if wrong:
                 raise ValueError(f"{name}: expected {expected}, got shape {a.shape}")
@@ -279,10 +283,11 @@ class Arguments:
             raise ValueError(f"{name}: expected an array on the current GPU, cuda:{here}, got one on cuda:{a.device}")
         return a
 
-    def _limits(self, a: DeviceArray, gathered: bool) -> tuple[tuple[bool, str], ...]:
-        """The kernels' limits: whether one is passed, and what was expected."""
+    def _limits(self, a: DeviceArray, letter: str, gathered: bool) -> tuple[tuple[bool, str], ...]:
+        """The kernels' limits: whether one is passed, and what was expected.  letter: of the first dimension."""
+        weights = letter == "E" and len(a.shape) == 3
         return (
-            (len(a.shape) == 3 and not 1 <= a.shape[0] <= MAX_EXPERTS, f"1 to {MAX_EXPERTS} experts"),
+            (weights and not 1 <= a.shape[0] <= MAX_EXPERTS, f"1 to {MAX_EXPERTS} experts"),
             (gathered and a.size >= GATHERED_ELEMENTS, f"fewer than {GATHERED_ELEMENTS} elements to gather from"),
         )
 
@@ -296,15 +301,15 @@ class TwinArguments(Arguments):
     multiple = 1
     FLOATS = ("float16", "float32", "float64")
 
-    def write(self, array: Array, value: Any, *, accumulate: bool = False, quantized: bool = False) -> None:
+    def write(
+        self, array: Array, value: Any, shape: str = "", *, accumulate: bool = False, quantized: bool = False
+    ) -> None:
         if isinstance(value, Quantized):
-            (
-                numpy_output(array.name, value.values, "uint8", None),
-                numpy_output(array.scales, value.scales, "float32", None),
-            )
+            numpy_output(array.name, value.values, "uint8", None)
+            numpy_output(array.scales, value.scales, "float32", None)
         elif value is not None:
             numpy_output(array.name, value, self._dtypes(array.dtype), None)
-        super().write(array, value, accumulate=accumulate, quantized=quantized)
+        super().write(array, value, shape, accumulate=accumulate, quantized=quantized)
 
     def _view(self, name: str, array: Any) -> DeviceArray:
         return numpy_view(array, name)
@@ -326,7 +331,7 @@ class TwinArguments(Arguments):
     def _expected(self, name: str, array: Any, dtype: Dtype, lengths: tuple[int | None, ...] | None) -> DeviceArray:
         return expect(name, numpy_view(array, name), self._dtypes(dtype), lengths, alignment=1)
 
-    def _limits(self, a: DeviceArray, gathered: bool) -> tuple[tuple[bool, str], ...]:
+    def _limits(self, a: DeviceArray, letter: str, gathered: bool) -> tuple[tuple[bool, str], ...]:
         return ()
 
     def _dtypes(self, dtype: Dtype) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ r, is made of H's blocks b + row_offsets[r] and b + row_offsets[r + 1]; where ga
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,17 +25,12 @@ THREADS = 256  # of a CTA
 MAX_BLOCKS = 132 * 16
 
 
-@dataclass(frozen=True)
-class ActivationSpecification(BlockSpecification):
-    """For a function of H's blocks; the topology is that of act. Letter A: how many blocks H has room for, G times B."""
-
-    def check(self, call: Mapping[str, Any], kind: type[Arguments] = BlockArguments) -> Any:
-        """As `BlockSpecification.check`."""
-        halves, given = activation_named(call["activation"]).halves, super().check(call, kind)
-        blocks, wanted = given.sizes["A"], halves * given.sizes["B"]
-        if blocks != wanted:
-            raise ValueError(f"h: expected {wanted} blocks, {halves} for each of the topology, got {blocks}")
-        return given
+def _settle(given: Arguments, call: Mapping[str, Any], outputs: tuple[Array, ...]) -> tuple[Array, ...]:
+    """The outputs. Letter A: how many blocks H has room for, G times act's B."""
+    blocks, wanted = given.sizes["A"], given.halves * given.sizes["B"]
+    if blocks != wanted:
+        raise ValueError(f"h: expected {wanted} blocks, {given.halves} for each of the topology, got {blocks}")
+    return outputs
 
 
 def blocks_of(m: Blocks, activation: str) -> Any:
@@ -67,10 +61,10 @@ def formula_backward(m: Blocks, h: Any, d_act: Any, *, activation: str) -> Any:
     return by_act[index.reshape(-1).argsort()]
 
 
-_H, _ACT = Array("h", f"A {SQUARE}"), Array("act", f"B {SQUARE}")
-_FORWARD = ActivationSpecification((_H,), (_ACT,), formula)
-_BACKWARD = ActivationSpecification(
-    (_H, Array("d_act", f"B {SQUARE}")), (Array("d_h", f"A {SQUARE}"),), formula_backward
+_H = Array("h", f"A {SQUARE}")
+_FORWARD = BlockSpecification((_H,), (Array("out", f"B {SQUARE}"),), formula, _settle)
+_BACKWARD = BlockSpecification(
+    (_H, Array("d_act", f"B {SQUARE}")), (Array("out", f"A {SQUARE}"),), formula_backward, _settle
 )
 
 
@@ -89,9 +83,7 @@ def block_activate(
     activation: a name of `blazeproto.activations`.  out: memory for act.  stream: a raw cudaStream_t; default: the caller's
     current one. TypeError or ValueError names the argument, before anything is launched.
     """
-    given = _FORWARD.check(locals())
-    _launch("block_activate", activation, given, ("h",), "act")
-    return given.arrays["act"]
+    return _launch("block_activate", activation, _FORWARD.check(locals()))
 
 
 @_BACKWARD.public
@@ -108,19 +100,18 @@ def block_activate_backward(
     activation: as in `block_activate`.  out: memory for d_h.  stream: a raw cudaStream_t; default: the caller's current one.
     TypeError or ValueError names the argument, before anything is launched.
     """
-    given = _BACKWARD.check(locals())
-    _launch("block_activate_backward", activation, given, ("h", "d_act"), "d_h")
-    return given.arrays["d_h"]
+    return _launch("block_activate_backward", activation, _BACKWARD.check(locals()))
 
 
-def _launch(entry: str, activation: str, given: BlockArguments, inputs: tuple[str, ...], output: str) -> None:
-    lists, device, stream = given.placed()
-    addresses = [given.views[name].data_ptr() for name in inputs]
+def _launch(entry: str, activation: str, given: BlockArguments) -> Any:
+    lists, (device, stream) = given.lists(), given.place()
+    *addresses, out = (array.data_ptr() for array in given.views.values())
     places = [lists[name].data_ptr() for name in ("row_indices", "row_offsets")]
     if blocks := min(given.sizes["B"] * BLOCK * BLOCK // (THREADS * CHUNK), MAX_BLOCKS):
-        words = (*addresses, *places, given.views[output].data_ptr(), given.sizes["rows"] - 1)
+        words = (*addresses, *places, out, given.sizes["rows"] - 1)
         made = kernel(entry, activation, build_of(entry).sources)
         driver.launch(made.handle(device), (blocks, 1), THREADS, 0, stream, words)
+    return given.arrays["out"]
 
 
 @cache

@@ -18,22 +18,18 @@ written.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import wraps
-from inspect import Parameter, signature
 from itertools import pairwise
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
 from blazeproto.gemm.arguments import Arguments, Array, TwinArguments
 from blazeproto.gemm.launch import Params, dense_box
 from blazeproto.gemm.specification import Specification
-from blazeproto.gemm.tiles import BM, TileConfig
+from blazeproto.gemm.tiles import BM
 from blazeproto.runtime import checks
-from blazeproto.runtime.arrays import current_stream
-from blazeproto.runtime.rounding import to_bfloat16
 
-F = TypeVar("F", bound=Callable[..., Any])
+SWAPPED = str.maketrans("MN", "NM")
 BLOCK = BM  # rows and columns of a block
 SQUARE = f"{BLOCK} {BLOCK}"  # a block's shape
 FIELDS = {
@@ -60,24 +56,10 @@ def values_box(count: int, box: tuple[int, int]) -> Any:
 
 
 class TopologyArrays(Protocol):
-    """What has these arrays: `blazeproto.blocksparse.Topology`."""
+    """What has a shape and the arrays of `FIELDS`: `blazeproto.blocksparse.Topology`."""
 
     @property
     def shape(self) -> tuple[int, int]: ...
-    @property
-    def row_indices(self) -> Any: ...
-    @property
-    def column_indices(self) -> Any: ...
-    @property
-    def row_offsets(self) -> Any: ...
-    @property
-    def column_offsets(self) -> Any: ...
-    @property
-    def block_offsets_t(self) -> Any: ...
-    @property
-    def tiles(self) -> Any: ...
-    @property
-    def tile_count(self) -> Any: ...
 
 
 # --- Arguments -----------------------------------------------------------------------------------------------------------
@@ -86,23 +68,18 @@ class TopologyArrays(Protocol):
 class BlockArguments(Arguments):
     """The arrays of a call with a topology, checked. Letters: M, N of its shape, B its capacity."""
 
-    def __init__(self, topology: Any, stream: int | None, config: TileConfig | None = None) -> None:
+    def _known_sizes(self, call: Mapping[str, Any]) -> dict[str, int]:
+        self.topology = topology = call["topology"]
         missing = [name for name in ("shape", *FIELDS) if not hasattr(topology, name)]
         if missing:
             raise TypeError(f"topology: expected a Topology, got {type(topology).__name__} without {missing[0]}")
-        checks.instance("config", config, TileConfig, optional=True)
-        if stream is not None:
-            checks.integer("stream", stream, least=0)
-        self.topology, self.stream = topology, stream
         if not isinstance(topology.shape, tuple) or len(topology.shape) != 2:
             raise TypeError(f"topology.shape: expected two ints, got {topology.shape!r}")
         M, N = (checks.integer("topology.shape", size, least=0) for size in topology.shape)
         if M % BLOCK or N % BLOCK:
             raise ValueError(f"topology.shape: expected multiples of {BLOCK}, got {topology.shape}")
         (capacity,) = self._view("topology.row_indices", topology.row_indices).shape[:1] or (0,)
-        self.sizes = {"M": M, "N": N, "B": capacity, "P": 0}  # no pairs
-        self.sizes |= {"rows": M // BLOCK + 1, "columns": N // BLOCK + 1}
-        self.arrays, self.views = {}, {}
+        return {"M": M, "N": N, "B": capacity, "rows": M // BLOCK + 1, "columns": N // BLOCK + 1}
 
     def lists(self) -> dict[str, Any]:
         """The topology's arrays, checked."""
@@ -111,67 +88,29 @@ class BlockArguments(Arguments):
             for name, shape in FIELDS.items()
         }
 
-    def placed(self) -> tuple[dict[str, Any], int, int]:
-        """The topology's arrays, the device and the stream of a launch."""
-        first = next(array for array in self.views.values() if array is not None)
-        stream = current_stream(first) if self.stream is None else self.stream
-        return self.lists(), first.device, stream
-
-    def _limits(self, a: Any, gathered: bool) -> tuple[tuple[bool, str], ...]:
-        return ()
-
 
 class TwinBlockArguments(BlockArguments, TwinArguments):
     """Those of a twin's call, NumPy's."""
 
-    def _limits(self, a: Any, gathered: bool) -> tuple[tuple[bool, str], ...]:
-        return ()
-
 
 @dataclass(frozen=True)
 class BlockSpecification(Specification):
-    """For a product that takes a topology and no dispatch. Its formula's ``m`` is a `Blocks`."""
+    """For a product that takes a topology and no dispatch. Its formula's ``m`` is a `Blocks`.
 
-    def check(self, call: Mapping[str, Any], kind: type[Arguments] = BlockArguments) -> Any:
-        """As `Specification.check`."""
-        given: Any = kind(call["topology"], call["stream"], call.get("config"))
-        for array in self.inputs:
-            given.read(array, call[array.name], shape_in(array, call))
-        for array in self.outputs:
-            given.write(Array("out", shape_in(array, call)), call["out"])
-            given.arrays[array.name], given.views[array.name] = given.arrays["out"], given.views["out"]
-        return given
+    Shapes are those of a call that transposes nothing. With ``transpose_s`` the dense matrices have M for N and N for M; one that
+    is transposed itself lies the other way round.
+    """
 
-    def twin_of(self, function: F) -> F:
-        """As `Specification.twin_of`."""
-        own = signature(function)
-        names = list(signature(self.formula).parameters)[1:]
+    arguments = BlockArguments, TwinBlockArguments
 
-        @wraps(function)
-        def twin(*args: Any, round_to: str | None = None, **options: Any) -> Any:
-            if round_to not in (None, "bf16"):
-                raise ValueError(f"round_to: expected None or 'bf16', got {round_to!r}")
-            bound = own.bind(*args, **options)
-            bound.apply_defaults()
-            call = bound.arguments
-            given = self.check(call, TwinBlockArguments)
-            given.lists()
-            made = self.formula(Blocks(call["topology"]), **{name: call[name] for name in names})
-            out = given.arrays["out"]
-            out[: len(made)] = to_bfloat16(made) if round_to else made
-            return out
+    def shape_in(self, array: Array, call: Mapping[str, Any]) -> str:
+        """As `Specification.shape_in`."""
+        shape = array.shape.translate(SWAPPED) if call.get("transpose_s") else array.shape
+        return " ".join(reversed(shape.split())) if call.get(f"transpose_{array.name}") else shape
 
-        rounded = Parameter("round_to", Parameter.KEYWORD_ONLY, default=None)
-        twin.__signature__ = own.replace(parameters=[*own.parameters.values(), rounded])  # type: ignore[attr-defined]
-        return twin  # type: ignore[return-value]
-
-
-def shape_in(array: Array, call: Mapping[str, Any]) -> str:
-    """Its shape in a call: of its alternatives "this | that" the one that the call's transpositions, in their order, choose."""
-    choices = array.shape.split(" | ")
-    flags = [bool(call[name]) for name in ("transpose_s", "transpose_a", "transpose_b") if name in call]
-    index = sum(flag << place for place, flag in enumerate(reversed(flags)))
-    return choices[index if len(choices) > 1 else 0]
+    def operations(self, call: Mapping[str, Any], stored: Callable[[Any], Any]) -> "Blocks":
+        """As `Specification.operations`."""
+        return Blocks(call["topology"])
 
 
 # --- The formulas' operations ----------------------------------------------------------------------------------------------

@@ -23,15 +23,12 @@ import subprocess
 import sys
 import tempfile
 import warnings
-import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
-from weakref import WeakSet
 
 from blazeproto.gemm import nvrtc
 from blazeproto.gemm.cubin import start_with
@@ -41,10 +38,10 @@ from blazeproto.runtime import cache, driver
 from blazeproto.runtime.arch import HOPPER, Arch
 from blazeproto.runtime.arrays import current_device
 from blazeproto.runtime.shown import Shown
-from blazeproto.runtime.target import Handle, is_target
+from blazeproto.runtime.target import Handle
 
 CUDA_SOURCES = Path(__file__).resolve().parent / "cuda"
-CACHE_FORMAT = "1"  # part of every key: raise it when `Binary`'s file layout changes
+CACHE_FORMAT = "2"  # part of every key: raise it when `Binary`'s file layout changes
 _INCLUDE = re.compile(
     r'^[ \t]*#[ \t]*include[ \t]*(?:"(?P<beside>[^"\n]+)"|<(?P<listed>[^>\n]+)>)[ \t]*(?P<rest>.*)$', re.MULTILINE
 )
@@ -56,7 +53,7 @@ _READS = re.compile(r"(?:#|%:)(?:\s|/\*.*?\*/)*(?:include|import|embed)|__has_(?
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Kernel(Shown):
+class Kernel(driver.Loadable, Shown):
     """One ``extern "C" __global__`` function of one .cu file, compiled with one set of macros. Nothing is done until asked for.
 
     file: name of a .cu in ``blazeproto/gemm/cuda``, or any path.  entry: the function's name.
@@ -139,9 +136,11 @@ class Kernel(Shown):
         return self
 
     def _obtain(self, compiler: Callable[[str, Sequence[str]], Binary]) -> Binary:
-        name, beside = f"{self.key}.zip", self.sources.parent if self.sources else None
-        binary = _cached(name, beside) if self.complete else None
-        if binary is None:
+        name, beside = f"{self.key}.kernel", self.sources.parent if self.sources else None
+        kept = cache.read(name, beside) if self.complete else None
+        if kept is not None:
+            binary = Binary.from_bytes(kept)
+        else:
             includes = [f"-I{folder}" for folder in (self.folder, *nvrtc.include_folders())]
             binary = compiler(str(self.path), [*self.arch.options, *self.options, *self.macros, *includes])
             if self.start_registers is not None:
@@ -224,19 +223,15 @@ class Kernel(Shown):
         """The ``cupy.cuda.Function`` on a device, by default the current one: call it with ``(grid, block, args, shared_mem,
         stream)``. ``stream`` is any object whose ``.ptr`` is a cudaStream_t. On a target's, a `Handle`, and nothing is compiled.
         """
-        device = current_device() if device is None else device
-        if is_target(device):
-            return Handle(self)
-        if device not in self._functions:
-            loaded = driver.load(self.cubin, self.entry, device, self.dynamic_smem)
-            # Of two threads the first one's stays: replacing it would unload code that the other may be launching.
-            self._functions.setdefault(device, loaded)
-            _LOADED.add(self)
-        return self._functions[device]
+        return self.load(current_device() if device is None else device)
+
+    def _code_for(self, device: int) -> tuple[bytes, str, int | None]:
+        """As `driver.Loadable._code_for`."""
+        return self.cubin, self.entry, self.dynamic_smem
 
     def handle(self, device: int) -> int | Handle:
         """The CUfunction on a device, as an address; loaded the first time."""
-        return (self._functions.get(device) or self.function(device)).ptr
+        return (self._functions.get(device) or self.load(device)).ptr
 
     def __repr__(self) -> str:
         made_from = " ".join([self.file, *(macro[2:] for macro in self.macros)])
@@ -244,29 +239,6 @@ class Kernel(Shown):
             return f"Kernel({self.entry}: not compiled; {made_from})"
         usage = f"{self.registers} registers, {self.spills} B spilled, {self.smem_bytes} B shared"
         return f"Kernel({self.entry}: {usage}; {made_from})"
-
-
-_LOADED: WeakSet[Kernel] = WeakSet()
-
-
-def loaded_kernels(device: int) -> list[Kernel]:
-    """Those that a device (a CUDA ordinal) holds, whatever their sources."""
-    return [kernel for kernel in _LOADED if device in kernel._functions]
-
-
-def _cached(name: str, where: Path | None = None) -> Binary | None:
-    """A file of the cache; None where it is absent or damaged, so that the kernel is compiled again."""
-    try:
-        return Binary.from_bytes(cache.read(name, where) or b"")
-    except (
-        ValueError,
-        KeyError,
-        EOFError,
-        RuntimeError,
-        zipfile.BadZipFile,
-        zlib.error,
-    ):  # all that zipfile has for it
-        return None
 
 
 def _expand(path: Path, folder: Path, seen: set[Path]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from blazeproto.activations import ACTIVATIONS, activation_named
 from blazeproto.dispatch.structures import Addresses, Dispatch
-from blazeproto.gemm import product, reduce
+from blazeproto.gemm import reduce
 from blazeproto.gemm.arguments import Array, LowRankTerm
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.formulas import Namespace
@@ -20,6 +20,7 @@ from blazeproto.gemm.product import (
     Build,
     Product,
     Variant,
+    build_of,
     quantized_kernel,
     tiled_kernel,
     variants,
@@ -133,8 +134,8 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
         return quantized_kernel("down_backward_fp8.cu", "down_backward_fp8", config, build, macros, arch=variant.arch)
     config = config or TILES["down_backward_act"]
     # A stage holds gate, up and A' of 64 hidden units; dA' stays in the accumulators, beside which nothing can be deferred.
-    if config.tile_n != 256 or config.deferred:
-        raise ValueError(f"config: expected tile_n=256 and deferred=False for down_backward_act, got {config}")
+    fits = config.tile_n == 256 and not config.deferred
+    checks.require(fits, "config", "tile_n=256 and deferred=False for down_backward_act", config)
     return tiled_kernel(
         "down_backward.cu",
         "down_backward",
@@ -197,7 +198,7 @@ def launch(
         config = config or chosen("down_backward_act", at.num_rows, at.num_experts, *widths, element)
         lies = transposed or element is E4M3
         variant = Variant(True, lies, activation=activation, rank=rank_of(low), element=element)
-        plan = _plan(at.where, shape_of(down_proj), variant, config, product.build_of("down_backward_act"))
+        plan = _plan(at.where, shape_of(down_proj), variant, config, build_of("down_backward_act"))
         dh_at, a_at = address(dh), address(a_scaled)
         addresses = words(
             at,

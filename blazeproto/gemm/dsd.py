@@ -9,21 +9,30 @@ from functools import lru_cache
 from itertools import product as every
 from typing import Any
 
-from blazeproto.gemm import product
 from blazeproto.gemm.arguments import Array
 from blazeproto.gemm.blocks import (
     BLOCK,
     BLOCK_PARAMS,
     SQUARE,
     BlockArguments,
-    Blocks,
     BlockSpecification,
     TopologyArrays,
     values_box,
 )
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.launch import Plan, dense_box, num_sms
-from blazeproto.gemm.product import BOTH, PACKAGE, PLAIN, SHAPES, Build, Product, Variant, tiled_kernel, variants
+from blazeproto.gemm.product import (
+    BOTH,
+    PACKAGE,
+    PLAIN,
+    SHAPES,
+    Build,
+    Product,
+    Variant,
+    build_of,
+    tiled_kernel,
+    variants,
+)
 from blazeproto.gemm.tiles import BK, SLAB, WORTH_NARROWING, TileConfig
 from blazeproto.runtime import driver
 
@@ -31,26 +40,22 @@ WIDTHS = (256, 192)
 CTAS = 132  # of a round, on an H100 or H200; a constant, so that tiles don't depend on the device
 
 
-def formula_dsd(m: Blocks, values: Any, b: Any, *, transpose_s: bool, transpose_b: bool) -> Any:
-    """S b."""
-    return m.times(values, b.T if transpose_b else b, transposed=transpose_s)
-
-
-def formula_dds(m: Blocks, a: Any, values: Any, *, transpose_s: bool, transpose_a: bool) -> Any:
-    """a S = (S^T a^T)^T."""
-    return m.times(values, a if transpose_a else a.T, transposed=not transpose_s).T
-
-
 _VALUES = Array("values", f"B {SQUARE}")
 _DSD = BlockSpecification(
-    inputs=(_VALUES, Array("b", "N m | m N | M m | m M")),
-    outputs=(Array("product", "M m | M m | N m | N m"),),
-    formula=formula_dsd,
+    inputs=(_VALUES, Array("b", "N m")),
+    outputs=(Array("out", "M m"),),
+    # S b
+    formula=lambda m, values, b, transpose_s, transpose_b: m.times(
+        values, b.T if transpose_b else b, transposed=transpose_s
+    ),
 )
 _DDS = BlockSpecification(
-    inputs=(Array("a", "m M | M m | m N | N m"), _VALUES),
-    outputs=(Array("product", "m N | m N | m M | m M"),),
-    formula=formula_dds,
+    inputs=(Array("a", "m M"), _VALUES),
+    outputs=(Array("out", "m N"),),
+    # a S = (S^T a^T)^T
+    formula=lambda m, a, values, transpose_s, transpose_a: (
+        m.times(values, a if transpose_a else a.T, transposed=not transpose_s).T
+    ),
 )
 
 
@@ -117,19 +122,19 @@ def _launch(
 ) -> Any:
     """out = S dense, or S^T dense; mn_major: dense lies as it is multiplied.  transpose_out: out lies transposed.  name: whose
     build it is."""
-    lists, device, stream = given.placed()
-    values, out = given.views["values"], given.views["product"]
+    lists, (device, stream) = given.lists(), given.place()
+    values, out = given.views["values"], given.views["out"]
     columns, lines = given.sizes["m"], given.sizes["columns" if transpose_s else "rows"] - 1
     if columns and lines:
         variant = Variant(transposed=transpose_s, dense_transposed=not mn_major, out_transposed=transpose_out)
         config = config or tiles(columns, lines)
-        made = _plan(dense.shape, out.shape, values.shape[0], variant, config, product.build_of(name), device)
+        made = _plan(dense.shape, out.shape, values.shape[0], variant, config, build_of(name), device)
         offsets = "column_offsets" if transpose_s else "row_offsets"
         indices = ("row_indices", "column_indices", offsets, "block_offsets_t", "tiles", "tile_count")
         # Without blocks nothing is loaded, and a tensor map only has to be some memory's.
         maps = [x.data_ptr() if x.size else out.data_ptr() for x in (values, dense, out)]
         driver.launch(*made.fill(maps, [lists[index].data_ptr() for index in indices]), stream)
-    return given.arrays["product"]
+    return given.arrays["out"]
 
 
 def tiles(columns: int, lines: int) -> TileConfig:

@@ -36,19 +36,6 @@ def scale_of(m: Any, largest: Any) -> Any:
     return m.where(bits >= 0x7F800000, m.full_like(largest, float("nan")), (exponent << 23).view(m.float32))
 
 
-def _e4m3(m: Any, values: Any) -> Any:
-    """NumPy, which has no such type, gets bits, uint8."""
-    return e4m3_bits(values) if m is np else values.to(m.float8_e4m3fn)
-
-
-def _fp32(m: Any, values: Any) -> Any:
-    return E4M3[values] if m is np else values.to(m.float32)
-
-
-def _float32(m: Any, values: Any) -> Any:
-    return values.astype(m.float32) if m is np else values.to(m.float32)
-
-
 def _sides(scale: str, width: int) -> tuple[int, int]:
     """How many rows and columns of a matrix share a scale."""
     return {"token": (1, width), "1x128": (1, BLOCK), "128x128": (BLOCK, BLOCK)}[scale]
@@ -66,10 +53,11 @@ def scales_shape(scale: str, values: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def to_e4m3(m: Any, values: Any, scale: str) -> Quantized:
-    """Numbers of any dtype, quantized. Shapes: `scales_shape`."""
-    by_block = _by_block(m, _float32(m, values), scale)
+    """Numbers of any dtype, quantized. Shapes: `scales_shape`. NumPy, which has no e4m3, gets bits, uint8."""
+    by_block = _by_block(m, values.astype(m.float32) if m is np else values.to(m.float32), scale)
     scales = scale_of(m, m.amax(abs(by_block), (-3, -1)))
-    made = _e4m3(m, _from_blocks(by_block / scales[..., :, None, :, None], values.shape))
+    made = _from_blocks(by_block / scales[..., :, None, :, None], values.shape)
+    made = e4m3_bits(made) if m is np else made.to(m.float8_e4m3fn)
     if scale != "128x128":
         scales = scales.T.reshape(scales_shape(scale, values.shape))
     return Quantized(made, np.ascontiguousarray(scales) if m is np else scales.contiguous())
@@ -77,7 +65,7 @@ def to_e4m3(m: Any, values: Any, scale: str) -> Quantized:
 
 def from_e4m3(m: Any, of: Quantized, scale: str) -> Any:
     """The numbers, fp32."""
-    by_block = _by_block(m, _fp32(m, of.values), scale)
+    by_block = _by_block(m, E4M3[of.values] if m is np else of.values.to(m.float32), scale)
     columns_of_rows = (by_block.shape[-2], by_block.shape[-4])
     scales = of.scales if scale == "128x128" else of.scales.reshape(columns_of_rows).T
     return _from_blocks(by_block * scales[..., :, None, :, None], of.values.shape)

@@ -8,9 +8,9 @@ from itertools import product as every
 from typing import Any
 
 from blazeproto.dispatch.structures import Addresses, Dispatch
-from blazeproto.gemm import linear, product
+from blazeproto.gemm import linear
 from blazeproto.gemm.arguments import Array, LowRankTerm
-from blazeproto.gemm.product import BOTH, Product, Variant, variants
+from blazeproto.gemm.product import BOTH, Product, Variant, build_of, variants
 from blazeproto.gemm.rows import low_maps, rank_of, words
 from blazeproto.gemm.specification import Specification, by_tile, low_rank
 from blazeproto.gemm.tiles import CANDIDATES, TILES, TileConfig, tiles_for
@@ -110,7 +110,7 @@ def launch(
     transposed: down_proj is (E, n, d)."""
     if not at.num_rows:
         return
-    config, build = config or TILES["down_forward"], product.build_of("down_forward_fused")
+    config, build = config or TILES["down_forward"], build_of("down_forward_fused")
     variant = WEIGHED._replace(transposed=transposed, bias=bias is not None)
     plan = linear.plan(at.where, down_proj.shape, out_f32.shape[1], variant, config, build)
     addresses = words(at, config=config, bias=bias, scores=scores.data_ptr(), sums=out_f32.data_ptr())
@@ -131,7 +131,7 @@ def launch_dx(
     transposed: up_proj is (E, d, G n)."""
     if not at.num_rows:
         return
-    columns, build = dx_f32.shape[1], product.build_of("up_backward_act_fused")
+    columns, build = dx_f32.shape[1], build_of("up_backward_act_fused")
     config = linear.tiles(config, not transposed, columns)
     variant = Variant(transposed=not transposed, rank=rank_of(low), fused=True)
     plan = linear.plan(at.where, up_proj.shape, columns, variant, config, build)

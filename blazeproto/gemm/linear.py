@@ -11,7 +11,6 @@ from itertools import product as every
 from typing import Any
 
 from blazeproto.dispatch.structures import Addresses, Dispatch
-from blazeproto.gemm import product
 from blazeproto.gemm.arguments import Arguments, Array, LowRankTerm
 from blazeproto.gemm.combine import slice_widths
 from blazeproto.gemm.compile import Kernel
@@ -27,6 +26,7 @@ from blazeproto.gemm.product import (
     Product,
     Sizes,
     Variant,
+    build_of,
     quantized_kernel,
     tiled_kernel,
     variants,
@@ -279,7 +279,7 @@ def launch(
     element = element_of(a)
     config = tiles(config, transposed, count, element)
     variant = Variant(gather, transposed, bias is not None, rank=rank_of(low), element=element)
-    made = plan(at.where, shape, count, variant, config, product.build_of(name or name_of(transposed)))
+    made = plan(at.where, shape, count, variant, config, build_of(name or name_of(transposed)))
     a_at, out_at = address(a), out.data_ptr()
     weights_at = address(weights) + element.bits // 8 * first * (1 if transposed else inner)
     maps: tuple[int, ...] = (weights_at, out_at) if gather else (a_at, weights_at, out_at)

@@ -5,13 +5,11 @@ malformed ``wgmma`` can crash NVRTC instead of failing (``compile_in_subprocess`
 """
 
 import importlib.util
-import io
 import json
 import os
 import re
 import shutil
 import sys
-import zipfile
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -26,25 +24,19 @@ class CompileError(RuntimeError):
 
 
 class Binary(NamedTuple):
-    """One compiled .cu file. As bytes it is a zip archive, whose checksums tell a damaged cache entry from a sound one."""
+    """One compiled .cu file."""
 
     cubin: bytes
     ptx: str
     log: str  # all that the compiler and ptxas said
 
     def to_bytes(self) -> bytes:
-        file = io.BytesIO()
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr("kernel.cubin", self.cubin)
-            archive.writestr("kernel.ptx", self.ptx)
-            archive.writestr("log.txt", self.log)
-        return file.getvalue()
+        return json.dumps([self.cubin.hex(), self.ptx, self.log]).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            cubin, ptx, log = (archive.read(name) for name in ("kernel.cubin", "kernel.ptx", "log.txt"))
-        return cls(cubin, ptx.decode(), log.decode())
+        cubin, ptx, log = json.loads(data)
+        return cls(bytes.fromhex(cubin), ptx, log)
 
 
 def _check(result: tuple[Any, ...]) -> Any:

@@ -21,6 +21,7 @@ from blazeproto.gemm.e4m3 import scales_shape
 from blazeproto.gemm.recipe import RECIPES, Recipe, name_of
 from blazeproto.gemm.specification import Specification
 from blazeproto.gemm.tiles import BF16, BK, DEVICE_CONSTANTS, E4M3, QUANTIZED, WARPGROUP, Element, TileConfig
+from blazeproto.runtime import checks
 from blazeproto.runtime.arch import HOPPER, Arch
 from blazeproto.runtime.arrays import ITEM_BYTES
 
@@ -189,8 +190,7 @@ class Product:
     def element_of(self, precision: str | Recipe) -> Element:
         """The type of operands for a ``precision``. ValueError for one that the product, or nothing, runs in."""
         element = RECIPES[name_of(precision)].element
-        if element not in self.elements:
-            raise ValueError(f"precision: expected 'bf16' for {self.name}, got {precision!r}")
+        checks.require(element in self.elements, "precision", f"'bf16' for {self.name}", repr(precision))
         return element
 
     def for_layer(self, sizes: Sizes, up: Variant, down: Variant) -> list[Kernel]:
@@ -216,24 +216,19 @@ class Product:
         element: of the operands; quantized ones have scales."""
         total = PAIR_BYTES * sizes.rows * len(self.spec.by_pair)
         for array, letters in self._counted():
-            shape = tuple(sizes.letters[letter] for letter in letters)
-            if array.scale and element.scales:
-                total += element.bits // 8 * prod(shape) + ITEM_BYTES["float32"] * prod(
-                    scales_shape(array.scale, shape)
-                )
-            else:
-                total += ITEM_BYTES[array.dtype] * prod(shape)
+            shape, quantized = tuple(sizes.letters[letter] for letter in letters), array.scale and element.scales
+            total += prod(shape) * (element.bits // 8 if quantized else ITEM_BYTES[array.dtype])
+            total += ITEM_BYTES["float32"] * prod(scales_shape(array.scale, shape)) if quantized else 0
         return float(total)
 
     def tiles_of(self, sizes: Sizes, element: Element = BF16) -> TileConfig | None:
         """The tiles that a call of these ``sizes`` and this ``element`` takes, None where it is not made of tiles."""
         return QUANTIZED if element.scales else self.tiles(sizes) if self.tiles else None
 
-    def _counted(self) -> Iterator[tuple[Array, list[str]]]:
+    def _counted(self) -> list[tuple[Array, list[str]]]:
         """The arrays that count, and the letters of their shapes."""
-        for array in (*self.spec.inputs, *self.spec.outputs):
-            if array.counts:
-                yield array, array.shape.split()
+        arrays = (*self.spec.inputs, *self.spec.outputs)
+        return [(array, array.shape.split()) for array in arrays if array.counted or not array.optional]
 
 
 @cache
@@ -259,18 +254,17 @@ def tiled_kernel(
     epilogue_warpgroups: 1 for a fourth warpgroup, which does the epilogue.
     low_rank: LOW_RANK of mainloop.cuh.
     """
-    if (config.stages == 8) > (config.tile_n == 64):
-        raise ValueError(f"config: expected stages=8 beside tile_n=64 alone, got {config}")
-    if config.tile_n not in widths:
-        raise ValueError(f"config: expected tile_n={' or '.join(map(str, widths))} for {entry}, got {config}")
-    if config.cluster != 1 and config.tile_n not in cluster_widths:
-        of = "".join(f" or tile_n={width}" for width in cluster_widths)
-        raise ValueError(f"config: expected cluster=1{of} for {entry}, got {config}")
-    for name in ("tickets", "few_rows"):
-        if getattr(config, name) and not tails:
-            raise ValueError(f"config: expected {name}=False for {entry}, got {config}")
-    if config.tickets and config.cluster != 1:
-        raise ValueError(f"config: expected tickets=False beside cluster={config.cluster}, got {config}")
+    alone, narrow = config.cluster == 1, config.tile_n == 64
+    or_wide = "".join(f" or tile_n={width}" for width in cluster_widths)
+    for holds, expected in (
+        (config.stages != 8 or narrow, "stages=8 beside tile_n=64 alone"),
+        (config.tile_n in widths, f"tile_n={' or '.join(map(str, widths))} for {entry}"),
+        (alone or config.tile_n in cluster_widths, f"cluster=1{or_wide} for {entry}"),
+        (tails or not config.tickets, f"tickets=False for {entry}"),
+        (tails or not config.few_rows, f"few_rows=False for {entry}"),
+        (alone or not config.tickets, f"tickets=False beside cluster={config.cluster}"),
+    ):
+        checks.require(holds, "config", expected, config)
     macros = {
         "BN": config.tile_n,
         "CLUSTER": config.cluster,

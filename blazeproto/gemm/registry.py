@@ -155,12 +155,12 @@ def prepare(
     """
     activation_named(activation)
     for name, width in (("d_model", d_model), ("d_expert", d_expert)):
-        if checks.integer(name, width) < 1 or width % CHUNK:
-            raise ValueError(f"{name}: expected a positive multiple of {CHUNK}, got {width}")
-    if not 1 <= checks.integer("num_experts", num_experts) <= MAX_EXPERTS:
-        raise ValueError(f"num_experts: expected 1 to {MAX_EXPERTS}, got {num_experts}")
-    if top_k is not None and checks.integer("top_k", top_k) < 1:
-        raise ValueError(f"top_k: expected at least 1, or None if it varies, got {top_k}")
+        whole = checks.integer(name, width) % CHUNK == 0
+        checks.require(whole and width >= 1, name, f"a positive multiple of {CHUNK}", width)
+    few = 1 <= checks.integer("num_experts", num_experts) <= MAX_EXPERTS
+    checks.require(few, "num_experts", f"1 to {MAX_EXPERTS}", num_experts)
+    some = top_k is None or checks.integer("top_k", top_k) >= 1
+    checks.require(some, "top_k", "at least 1, or None if it varies", top_k)
     for name, value, least in (("device", device, 0), ("jobs", jobs, 1)):
         if value is not None:
             checks.integer(name, value, least)

@@ -6,28 +6,34 @@ H = X W_1     the first layer of all experts: a row of blocks has the columns of
 from functools import lru_cache
 from typing import Any
 
-from blazeproto.gemm import product
 from blazeproto.gemm.arguments import Array
-from blazeproto.gemm.blocks import BLOCK, BLOCK_PARAMS, SQUARE, Blocks, BlockSpecification, TopologyArrays, values_box
+from blazeproto.gemm.blocks import BLOCK, BLOCK_PARAMS, SQUARE, BlockSpecification, TopologyArrays, values_box
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.launch import Plan, dense_box, num_sms
-from blazeproto.gemm.product import BOTH, PACKAGE, PLAIN, SHAPES, Build, Product, Variant, tiled_kernel, variants
+from blazeproto.gemm.product import (
+    BOTH,
+    PACKAGE,
+    PLAIN,
+    SHAPES,
+    Build,
+    Product,
+    Variant,
+    build_of,
+    tiled_kernel,
+    variants,
+)
 from blazeproto.gemm.tiles import BK, SLAB, TileConfig
-from blazeproto.runtime import driver
+from blazeproto.runtime import checks, driver
 
 TILES = TileConfig()
 WIDTHS = (TILES.tile_n,)  # two blocks of a row
 
 
-def formula(m: Blocks, a: Any, b: Any, *, transpose_b: bool) -> Any:
-    """S[r, c] = a[r] b[:, c]."""
-    return m.sampled(a, b.T if transpose_b else b)
-
-
 _SDD = BlockSpecification(
-    inputs=(Array("a", "M k"), Array("b", "k N | N k")),
-    outputs=(Array("values", f"B {SQUARE}"),),
-    formula=formula,
+    inputs=(Array("a", "M k"), Array("b", "k N")),
+    outputs=(Array("out", f"B {SQUARE}"),),
+    # S[r, c] = a[r] b[:, c]
+    formula=lambda m, a, b, transpose_b: m.sampled(a, b.T if transpose_b else b),
 )
 
 
@@ -51,17 +57,16 @@ def sdd(
     caller's current one. TypeError or ValueError names the argument, before anything is launched.
     """
     given = _SDD.check(locals())
-    if not given.sizes["k"]:
-        raise ValueError("a: expected columns to sum over, got none")
-    lists, device, stream = given.placed()
-    a, b, out = (given.views[name] for name in ("a", "b", "values"))
+    checks.require(given.sizes["k"] > 0, "a", "columns to sum over", "none")
+    lists, (device, stream) = given.lists(), given.place()
+    a, b, out = (given.views[name] for name in ("a", "b", "out"))
     if out.shape[0] and all(topology.shape):
-        made = _plan(a.shape, b.shape, out.shape[0], transpose_b, config or TILES, product.build_of("sdd"), device)
+        made = _plan(a.shape, b.shape, out.shape[0], transpose_b, config or TILES, build_of("sdd"), device)
         indices = ("row_indices", "column_indices", "row_offsets", "block_offsets_t", "tiles", "tile_count")
         driver.launch(
             *made.fill([x.data_ptr() for x in (a, b, out)], [lists[name].data_ptr() for name in indices]), stream
         )
-    return given.arrays["values"]
+    return _SDD.results(given)
 
 
 def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from blazeproto.gemm.arguments import LOW, Arguments, Array, TwinArguments, low_
 from blazeproto.gemm.e4m3 import Quantized, from_e4m3, to_e4m3
 from blazeproto.gemm.formulas import Namespace
 from blazeproto.gemm.tiles import BF16, BM, E4M3, Element, TileConfig
+from blazeproto.runtime import checks
 from blazeproto.runtime.libraries import any_library
 from blazeproto.runtime.rounding import to_bfloat16
 
@@ -55,13 +56,13 @@ class Specification:
     workspace: Callable[[Mapping[str, int], TileConfig | None], tuple[int, ...]] | None = None
     by_pair: tuple[str, ...] = ()
     quantized: bool = False
+    arguments: ClassVar[tuple[type[Arguments], type[Arguments]]] = (Arguments, TwinArguments)  # of a call, of a twin's
 
     def element(self, call: Mapping[str, Any]) -> Element:
         """The type of a call's operands. TypeError where some are quantized and others not, ValueError for options that quantized
         ones have not."""
-        given = {array.name: call[array.name] for array in self.inputs if array.scale and array.name in call}
-        by_kind = {name: isinstance(value, Quantized) for name, value in given.items()}
-        if not any(by_kind.values()) or not self.quantized:
+        operands = (call.get(array.name) for array in self.inputs if array.scale)
+        if not self.quantized or not any(isinstance(value, Quantized) for value in operands):
             return BF16
         for array in (*self.inputs, *self.outputs):
             value = call.get(array.name)
@@ -83,9 +84,17 @@ class Specification:
         """Decorates the public function of device arrays, so that it takes those of any library, in host memory by the twin."""
         return any_library(self.twin_of(function), {array.name: array.dtype for array in self.outputs})(function)
 
-    def check(self, call: Mapping[str, Any], kind: type[Arguments] = Arguments) -> Arguments:
-        """The arrays of a call, which is the public function's parameters by name. Raises what `Arguments` raises."""
-        given = kind(call["dispatch"], call["stream"], call.get("config"))
+    def shape_in(self, array: Array, call: Mapping[str, Any]) -> str:
+        """An array's shape with the options of a call."""
+        return array.shape_in(call)
+
+    def operations(self, call: Mapping[str, Any], stored: Callable[[Any], Any]) -> Any:
+        """The formula's ``m`` in a call of NumPy arrays.  stored: as of a `Namespace`."""
+        return Namespace(call["dispatch"], stored, blocks=self.element(call) is not BF16)
+
+    def check(self, call: Mapping[str, Any], *, twin: bool = False) -> Any:
+        """The `Arguments` of a call, the public function's parameters by name, or of its twin's. Raises what these raise."""
+        given = self.arguments[twin](call)
         if "activation" in call:
             given.halves = activation_named(call["activation"]).halves
         quantized = self.element(call) is not BF16
@@ -93,10 +102,11 @@ class Specification:
         arrays = {**call, **low_arrays(call.get("low"))}
         for array in self.inputs:
             if array.name in arrays:
-                given.read(array, arrays[array.name], array.shape_in(call))
+                given.read(array, arrays[array.name], self.shape_in(array, call))
         for array in self.settle(given, call, self.outputs) if self.settle else self.outputs:
-            given.write(array, arrays[array.name], accumulate=call.get("accumulate", False), quantized=quantized)
-        if self.workspace is not None and kind is Arguments:
+            options = {"accumulate": call.get("accumulate", False), "quantized": quantized}
+            given.write(array, arrays[array.name], self.shape_in(array, call), **options)
+        if self.workspace is not None and not twin:
             lengths = self.workspace(given.sizes | {"quantized": quantized}, call.get("config"))
             if lengths or call["workspace"] is not None:
                 given.write(Array("workspace", " ".join(map(str, lengths or (0,))), "float32"), call["workspace"])
@@ -121,47 +131,43 @@ class Specification:
 
         @wraps(function)
         def twin(*args: Any, round_to: str | None = None, **options: Any) -> Any:
-            if round_to not in (None, "bf16"):
-                raise ValueError(f"round_to: expected None or 'bf16', got {round_to!r}")
+            checks.require(round_to in (None, "bf16"), "round_to", "None or 'bf16'", repr(round_to))
             bound = signature.bind(*args, **options)
             bound.apply_defaults()
             call = bound.arguments
-            given = self.check(call, TwinArguments)
+            given = self.check(call, twin=True)
             given.lists()
-            quantized = self.element(call) is not BF16
-            rounded: Any = to_bfloat16 if round_to else lambda values: values
-            m = Namespace(call["dispatch"], rounded, blocks=quantized)
-            in_use = len(m.pairs)
-            taken = dict(call)
+            stored: Any = to_bfloat16 if round_to else lambda values: values
+            m, taken = self.operations(call, stored), dict(call)
             for array in self.inputs:
                 value = call.get(array.name)
                 if isinstance(value, Quantized):
                     value = from_e4m3(np, value, array.scale)
                     taken[array.name] = value = value.swapaxes(1, 2) if array.quantized else value
-                if array.shape_in(call)[0] == "R" and value is not None:
-                    taken[array.name] = value[:in_use]
+                if self.shape_in(array, call)[0] == "R" and value is not None:
+                    taken[array.name] = value[: len(m.pairs)]
             if call.get("low") is not None:
-                taken["low"] = (call["low"][0][:in_use], call["low"][1])
+                taken["low"] = (call["low"][0][: len(m.pairs)], call["low"][1])
             values = self.formula(m, **{name: taken[name] for name in names if name in taken})
             for array, value in zip(self.outputs, values if isinstance(values, tuple) else (values,), strict=True):
-                self._store(array, value, given.arrays[array.name], call, m)
+                self._store(array, value, given.arrays[array.name], call, stored)
             return self.results(given)
 
         twin.__signature__ = signature.replace(parameters=[*signature.parameters.values(), round_to])  # type: ignore[attr-defined]
         return twin  # type: ignore[return-value]
 
-    def _store(self, array: Array, value: Any, out: Any, call: Mapping[str, Any], m: Namespace) -> None:
-        """A value of the formula in its output, rounded unless that stands for an fp32 one."""
+    def _store(self, array: Array, value: Any, out: Any, call: Mapping[str, Any], stored: Callable[[Any], Any]) -> None:
+        """A value of the formula in the lines in use of its output, rounded unless that stands for an fp32 one."""
         if isinstance(out, Quantized):
-            made = to_e4m3(np, m.stored(value), array.scale)
-            out.values[: len(m.pairs)], out.scales[:, : len(m.pairs)] = made.values, made.scales
+            made = to_e4m3(np, stored(value), array.scale)
+            out.values[: len(value)], out.scales[:, : len(value)] = made.values, made.scales
             return
-        out = out[: len(m.pairs)] if array.index == "row" else out.reshape(-1) if array.index == "pair" else out
+        out = out.reshape(-1) if array.index == "pair" else out[: len(value)]
         if out.shape != value.shape:  # some columns of a wider output
             out = out[:, call["columns"].start : call["columns"].stop]
         if array.added or (array.f32 and call["accumulate"]):
             out[...] = out + value
         elif array.dtype == "bfloat16" and not (array.f32 and call[array.name] is not None):
-            out[...] = m.stored(value)
+            out[...] = stored(value)
         else:
             out[...] = value

@@ -5,7 +5,6 @@ from typing import Any
 
 from blazeproto.activations import ACTIVATIONS, activation_named
 from blazeproto.dispatch.structures import Addresses, Dispatch
-from blazeproto.gemm import product
 from blazeproto.gemm.arguments import Array, LowRankTerm
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.formulas import Namespace
@@ -19,6 +18,7 @@ from blazeproto.gemm.product import (
     Build,
     Product,
     Variant,
+    build_of,
     quantized_kernel,
     tiled_kernel,
     variants,
@@ -161,7 +161,7 @@ def launch(
     if config is None:
         config = chosen("up_forward", at.num_rows, at.num_experts, shape_of(x)[1], shape_of(act)[1], element)
     variant = Variant(True, transposed, bias is not None, activation, rank_of(low), element=element)
-    plan = _plan(at.where, shape_of(up_proj), variant, config, product.build_of("up_forward"))
+    plan = _plan(at.where, shape_of(up_proj), variant, config, build_of("up_forward"))
     h_at, act_at = address(h), address(act)
     filled = plan.fill(
         (address(up_proj), h_at, act_at, *low_maps(low)),

@@ -16,12 +16,23 @@ from pathlib import Path
 from typing import Any
 
 from blazeproto.dispatch.structures import Addresses, Dispatch
-from blazeproto.gemm import product, quantize, weight_fp8
+from blazeproto.gemm import quantize, weight_fp8
 from blazeproto.gemm.arguments import Array
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.e4m3 import Quantized
 from blazeproto.gemm.launch import Params, Plan, dense_box, num_sms, persistent_grid
-from blazeproto.gemm.product import BOTH, PACKAGE, SHAPES, Build, Product, Sizes, Variant, tiled_kernel, variants
+from blazeproto.gemm.product import (
+    BOTH,
+    PACKAGE,
+    SHAPES,
+    Build,
+    Product,
+    Sizes,
+    Variant,
+    build_of,
+    tiled_kernel,
+    variants,
+)
 from blazeproto.gemm.specification import Specification, by_tile
 from blazeproto.gemm.tiles import (
     BF16,
@@ -163,13 +174,12 @@ def _checked_launch(name: str, spec: Specification, call: Mapping[str, Any], ope
     """Either product; the gradient. operands: names, the gathered one first."""
     given = spec.check(call)
     out = given.views["dw"]
-    if call["accumulate"] and out.dtype == "bfloat16":
-        raise ValueError("accumulate: expected an fp32 dw to add to, got bfloat16")
+    adds = out.dtype == "float32" or not call["accumulate"]
+    checks.require(adds, "accumulate", "an fp32 dw to add to", "bfloat16")
     rows, ordered = (given.operands()[operand] for operand in operands)
     options = {option: call[option] for option in ("accumulate", "config")} | {"f32": out.dtype == "float32"}
     if isinstance(rows, Quantized):
-        if not call["gather"]:
-            raise ValueError("gather: expected True with quantized operands, got False")
+        checks.require(call["gather"], "gather", "True with quantized operands", False)
         weight_fp8.launch_all(name, rows, ordered, given.located(), transposed=name == UP, dw=out, **options)
     else:
         options |= {"gather": call["gather"], "workspace": given.views.get("workspace")}
@@ -199,7 +209,7 @@ def weight_workspace(product: str, dw: Any, dispatch: Dispatch, config: TileConf
 def kernel(config: TileConfig | None = None, variant: Variant = GATHERED, build: Build = PACKAGE) -> Kernel:
     """variant: transposed, f32, gather, element."""
     if variant.element is E4M3:
-        return weight_fp8.kernel(config, variant.f32, build)
+        return weight_fp8.kernel(config, variant, build)
     config = config or TILES[UP if variant.transposed else DOWN]
     macros = {"GATHER": variant.gather, "TRANSPOSED": variant.transposed, "OUT_F32": variant.f32}
     options: dict[str, Any] = {"cluster_widths": (128, 256), "widths": (64, 128, 256), "arch": variant.arch}
@@ -312,7 +322,7 @@ def launch(
     config = config or TILES[name]
     units = 0 if workspace is None else _units(name, at.where, dw.shape, config)
     variant = Variant(gather, name == UP, f32=f32)
-    build = product.build_of(name)
+    build = build_of(name)
     gradient, summing, sum_grid, numbers = _plan(at.where, dw.shape, accumulate, units, variant, config, build)
     rows_at, ordered_at, dw_at = rows.data_ptr(), ordered.data_ptr(), dw.data_ptr()
     unfinished = workspace.data_ptr() if units else 0

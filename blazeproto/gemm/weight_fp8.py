@@ -4,11 +4,11 @@ from functools import lru_cache
 from typing import Any
 
 from blazeproto.dispatch.structures import Addresses
-from blazeproto.gemm import product, quantize
+from blazeproto.gemm import quantize
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.e4m3 import BLOCK, Quantized, scales_shape
 from blazeproto.gemm.launch import Box, Params, Plan, dense_box, persistent_grid
-from blazeproto.gemm.product import PACKAGE, SHAPES, Build, quantized_kernel
+from blazeproto.gemm.product import PACKAGE, PLAIN, SHAPES, Build, Variant, build_of, quantized_kernel
 from blazeproto.gemm.recipe import FP8
 from blazeproto.gemm.rows import scales
 from blazeproto.gemm.tiles import BF16, BK, BM, E4M3, QUANTIZED, SLAB, TileConfig
@@ -24,10 +24,12 @@ PARAMS = Params(
 )
 
 
-def kernel(config: TileConfig | None = None, f32: bool = False, build: Build = PACKAGE) -> Kernel:
-    """f32: of fp32 gradients."""
-    macros = {"TRANSPOSED": 0, "OUT_F32": f32}
-    return quantized_kernel("weight_fp8.cu", "weight_gradient_fp8", config, build, macros, gather=False)
+def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
+    """variant: f32, arch."""
+    macros = {"TRANSPOSED": 0, "OUT_F32": variant.f32}
+    return quantized_kernel(
+        "weight_fp8.cu", "weight_gradient_fp8", config, build, macros, gather=False, arch=variant.arch
+    )
 
 
 @lru_cache(maxsize=SHAPES)
@@ -50,7 +52,7 @@ def _plan(
     strides = (BF16.bytes * inner, BF16.bytes * inner * outer)
     out = None if f32 else Box((columns, rows, experts), strides, (SLAB, SLAB, 1))
     return Plan(
-        kernel(config, f32, build),
+        kernel(config, Variant(f32=f32), build),
         PARAMS,
         (*turned, out),
         (experts, rows, columns, int(accumulate), 1, made),
@@ -78,7 +80,7 @@ def launch(
     name: of the product.
     """
     part = (left.values.shape[0], right.values.shape[0])
-    plan = _plan(at.where, tuple(dw.shape), part, f32, accumulate, config or QUANTIZED, product.build_of(name))
+    plan = _plan(at.where, tuple(dw.shape), part, f32, accumulate, config or QUANTIZED, build_of(name))
     to = dw.data_ptr() + BF16.bytes * (first[0] * dw.shape[2] + first[1])
     maps = ((left.values.data_ptr(), right.values.data_ptr()) if at.num_rows else ()) + (() if f32 else (to,))
     addresses = (blocks_before.data_ptr(), dw.data_ptr() if f32 else 0)

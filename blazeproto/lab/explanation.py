@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blazeproto.activations import activation_named
-from blazeproto.autograd.backends import missing_for_hopper
+from blazeproto.autograd.backends import missing_for_kernels
 from blazeproto.autograd.checks import check_dense, check_weights
 from blazeproto.autograd.chunks import num_chunks
 from blazeproto.autograd.operators import autocast_dtype
@@ -141,7 +141,7 @@ def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: 
         and not call.in_fp8
         and layer.backend != "torch"
         and len(tokens)
-        and missing_for_hopper(x.device, dtype, *sizes) is None
+        and missing_for_kernels(x.device, dtype, *sizes) is None
     ):
         found = measured(layer, tokens.to(dtype).contiguous(), routing, call)
         steps = [replace(step, ms=found.get((step.phase, step.name))) for step in steps]

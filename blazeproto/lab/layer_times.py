@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from blazeproto.autograd.backends import missing_for_hopper
+from blazeproto.autograd.backends import missing_for_kernels
 from blazeproto.gemm import Sizes
 from blazeproto.lab.explanation import explain
 from blazeproto.lab.tables import Table, View, in_bytes, in_ms
@@ -60,7 +60,7 @@ def layer_times(sizes: Sizes, rounds: int = COLD_ROUNDS) -> LayerTimes:
             f"T,d,n,E,K: expected sizes that fit in {in_bytes(memory)} of memory, got ones that need at least {in_bytes(least)}"
         )
     layer = MoE(sizes.d, sizes.n, sizes.E, sizes.K, device=device, dtype=dtype)
-    hopper = missing_for_hopper(device, dtype, sizes.E, sizes.d, sizes.n) is None
+    hopper = missing_for_kernels(device, dtype, sizes.E, sizes.d, sizes.n) is None
     x = torch.randn(sizes.T, sizes.d, device=device, dtype=dtype, requires_grad=True)
     d_out = torch.randn_like(x)
     wanted = [x, *layer.parameters()]

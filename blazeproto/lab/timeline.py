@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from blazeproto.gemm import compile as compilation
 from blazeproto.gemm import product
 from blazeproto.gemm.compile import Kernel
 from blazeproto.lab.svg import Picture, blank
 from blazeproto.lab.target import Machine
-from blazeproto.runtime import checks
+from blazeproto.runtime import checks, driver
 from blazeproto.runtime.optional import need
 
 if TYPE_CHECKING:
@@ -338,7 +337,8 @@ def record(launch: Callable[[], object], *, tiles: int = 3, cta: int = 0) -> Tim
     with compiled_in():
         launch()
         device = runtime.getDevice()
-        loaded = [kernel for kernel in compilation.loaded_kernels(device) if f"-D{MACRO}" in kernel.options]
+        loaded = [kernel for kernel in driver.LOADED if isinstance(kernel, Kernel) and device in kernel._functions]
+        loaded = [kernel for kernel in loaded if f"-D{MACRO}" in kernel.options]
         variables = [_variables(kernel, device) for kernel in loaded]
         runtime.deviceSynchronize()
         for records, chosen in variables:

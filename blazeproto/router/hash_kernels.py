@@ -31,7 +31,7 @@ def hash_route(threads: int, num_experts: int, top_k: int) -> Any:
     """experts (T, K) int32 of token_ids (T,) int64; start: a word that the seed decides. K <= 32, E <= 1024."""
     per_lane = -(-num_experts // WARP)  # at most 32: five bits below a weight's 24
     warps = threads // WARP
-    maximum, minimum, *_ = group_of(WARP, threads)
+    maximum, minimum, *_ = group_of(WARP)
 
     def hash_route(token_ids, experts, start, num_tokens):
         thread = int32(cuda.threadIdx.x)

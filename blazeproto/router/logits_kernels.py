@@ -24,7 +24,7 @@ from blazeproto.runtime.warp import bits_float, device, float_bits, group_of
 def finish_logits(threads: int, lanes: int, num_experts: int) -> Any:
     """logits (T, E) fp32, in place: a token with a NaN or infinite one gets NaN throughout; only such tokens are written."""
     per_lane, groups, shift = -(-num_experts // lanes), threads // lanes, lanes.bit_length() - 1
-    any_of = group_of(lanes, threads).any
+    any_of = group_of(lanes).any
 
     def finish_logits(logits, num_tokens):
         thread = int32(cuda.threadIdx.x)

@@ -59,7 +59,7 @@ def routing_partials(
     A block has ``tokens`` tokens. Experts beyond a lane's last repeat the last expert of all, and count nothing.
     """
     per_lane, groups, shift = -(-num_experts // lanes), threads // lanes, lanes.bit_length() - 1
-    softmax = softmax_of(num_experts, lanes, per_lane, group_of(lanes, threads))
+    softmax = softmax_of(num_experts, lanes, per_lane, group_of(lanes))
     elementwise, logarithm = SCORES[score].elementwise, SCORES[score].on_device().fast_logarithm
     num_sums = groups * num_experts if balance else 1
 
@@ -208,7 +208,7 @@ def routing_losses_backward(
     A token with a NaN or infinite logit gets zeros.
     """
     per_lane, groups, shift = -(-num_experts // lanes), threads // lanes, lanes.bit_length() - 1
-    group = group_of(lanes, threads)
+    group = group_of(lanes)
     total, any_of = group.total, group.any
     softmax = softmax_of(num_experts, lanes, per_lane, group)
     elementwise, of_score = SCORES[score].elementwise, SCORES[score].on_device()

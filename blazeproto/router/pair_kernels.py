@@ -142,7 +142,7 @@ def softmax_of(threads: int, num_experts: int, score: str, together: bool) -> An
     together: over the token's pairs, of logits or of logarithms of elementwise scores; else over all experts of the row. The
     largest is NaN where a logit is.
     """
-    group, of_score = group_of(WORD, threads), SCORES[score].on_device()
+    group, of_score = group_of(WORD), SCORES[score].on_device()
     maximum, total, any_of = group.maximum, group.total, group.any
     logarithm, scaled, alone = of_score.logarithm, of_score.scaled, SCORES[score].elementwise and not together
 
@@ -225,7 +225,7 @@ def score_pairs_backward(threads: int, num_experts: int, score: str, together: b
     A token with a NaN among the logits that count gets zeros.
     """
     softmax, share_of = softmax_of(threads, num_experts, score, together)
-    total, of_score, warps = group_of(WORD, threads).total, SCORES[score].on_device(), threads // WORD
+    total, of_score, warps = group_of(WORD).total, SCORES[score].on_device(), threads // WORD
     logarithm, slope_at, slope_by_value = of_score.logarithm, of_score.slope_by_logit, of_score.slope_by_value
     over_all = not (SCORES[score].elementwise or together)
     summed = together or over_all

@@ -111,7 +111,7 @@ def key_columns(threads: int, kind: str) -> Any:
 
 def largest_codes(threads: int) -> Any:
     """codes (T,) of each token's largest score. A warp has a token."""
-    maximum = group_of(32, threads).maximum
+    maximum = group_of(32).maximum
 
     def largest_codes(scores, codes, num_tokens, num_experts):
         thread = int32(cuda.threadIdx.x)

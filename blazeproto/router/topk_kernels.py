@@ -108,7 +108,7 @@ def topk_route(
     grouped = num_groups > 1
     by_value = biased or (grouped and SCORES[score].elementwise)  # experts are ranked, not by logit
     certain = half and not by_value and id_mask < 2**16  # bf16 leaves the lower half of a key free for the id
-    maximum, minimum, total, any_of, any_nearby, leading, partner = group_of(lanes, threads)
+    maximum, minimum, total, any_of, any_nearby, leading, partner = group_of(lanes)
     load, merge = loader(half), merge_of(size, used)
     best_groups = best_groups_of(num_groups, top_groups, num_experts // num_groups, lanes, per_lane, partner)
     elementwise, sum_chosen = SCORES[score].elementwise, sums_to_one(score, renormalize)
@@ -293,7 +293,7 @@ def topk_route_backward(
     """
     per_lane = -(-num_experts // lanes)
     groups, shift = threads // lanes, lanes.bit_length() - 1
-    maximum, minimum, total, any_of, *_ = group_of(lanes, threads)
+    maximum, minimum, total, any_of, *_ = group_of(lanes)
     load, store = loader(half), storer(half)
     elementwise = SCORES[score].elementwise
     sum_all = not (elementwise or sums_to_one(score, renormalize))

@@ -2,8 +2,8 @@
 
     $BLAZEPROTO_CACHE, or blazeproto in the user's cache folder (~/.cache/blazeproto); a ~ is the home folder in both
 
-A name is a hash of all that decides a file's bytes, so a file never goes out of date. A cache that cannot be read or written,
-also for want of a home folder, costs time and is no error.
+A name is a hash of all that decides a file's bytes, so a file never goes out of date. Files are compressed, and the checksum of
+that tells a damaged one. A cache that cannot be read or written, also for want of a home folder, costs time and is no error.
 
 What lies there is run as machine code. So nothing is read from a folder or a file that belongs to another user, or that group or
 others may write: a RuntimeWarning says so once, and kernels are compiled instead.
@@ -14,6 +14,7 @@ import os
 import stat
 import tempfile
 import warnings
+import zlib
 from pathlib import Path
 
 _REFUSED: set[Path] = set()  # folders that a warning was given for
@@ -33,14 +34,15 @@ def folder() -> Path:
 
 
 def read(name: str, where: Path | None = None) -> bytes | None:
-    """A file's bytes; None where there is none, or none that can be read or trusted. where: another folder than `folder`."""
+    """A file's bytes; None where there is none, or none that is whole and can be read and trusted.
+    where: another folder than `folder`."""
     try:
         where = where or folder()
         if not _trusted(where, where.stat(), where):
             return None
         with (where / name).open("rb") as file:
-            return file.read() if _trusted(where / name, os.fstat(file.fileno()), where) else None
-    except OSError:
+            return zlib.decompress(file.read()) if _trusted(where / name, os.fstat(file.fileno()), where) else None
+    except (OSError, zlib.error):
         return None
 
 
@@ -54,7 +56,7 @@ def write(name: str, data: bytes, where: Path | None = None) -> None:
             return
         handle, beside = tempfile.mkstemp(dir=where, suffix=".partial")
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            file.write(zlib.compress(data))
         os.replace(beside, where / name)
     except OSError:  # no such folder, no right to write, a full disk: which must not keep half a file
         if beside is not None:

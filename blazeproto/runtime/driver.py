@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from functools import cache, lru_cache
 from struct import Struct
 from typing import Any
+from weakref import WeakSet
 
 from blazeproto.runtime import optional
-from blazeproto.runtime.target import Handle
+from blazeproto.runtime.target import Handle, is_target
 
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
@@ -65,6 +66,30 @@ def load(code: bytes, entry: str, device: int, shared_bytes: int | None = None) 
             shared_bytes = most - driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr)
         driver.funcSetAttribute(function.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
     return function
+
+
+class Loadable:
+    """A kernel, whoever compiles it, that is loaded once on each device."""
+
+    _functions: dict[int, Any]  # by CUDA ordinal
+
+    def _code_for(self, device: int) -> tuple[bytes, str, int | None]:
+        """A cubin for a device, its entry, and the dynamic shared memory as `load` takes it; compiled if need be."""
+        raise NotImplementedError
+
+    def load(self, device: int) -> Any:
+        """The kernel on a device (a CUDA ordinal), by `load`. Compiled and loaded the first time; for a target neither."""
+        if is_target(device):
+            return Handle(self)
+        if device not in self._functions:
+            code, entry, shared_bytes = self._code_for(device)
+            # Of two threads the first one's stays: replacing it would unload code that the other may be launching.
+            self._functions.setdefault(device, load(code, entry, device, shared_bytes))
+            LOADED.add(self)
+        return self._functions[device]
+
+
+LOADED: WeakSet[Loadable] = WeakSet()  # on any device
 
 
 @lru_cache(maxsize=32)

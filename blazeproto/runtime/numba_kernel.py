@@ -11,29 +11,27 @@ Under Numba's simulator (``NUMBA_ENABLE_CUDASIM=1``) the same object runs the sa
 """
 
 import ast
+import functools
 import hashlib
 import re
 import time
 import warnings
 from collections.abc import Callable
-from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
-from blazeproto.runtime import cache as compile_cache
-from blazeproto.runtime import driver, optional
+from blazeproto.runtime import cache, driver, optional
 from blazeproto.runtime.arch import HOPPER, capability_of
-from blazeproto.runtime.target import Handle, in_simulator, is_target, simulated
+from blazeproto.runtime.target import in_simulator, simulated
 
 OF_HOPPER = HOPPER.capabilities[0]
-CACHE_FORMAT = "3"  # part of every key: raise it when what a cache entry holds changes
+CACHE_FORMAT = "4"  # part of every key: raise it when what a cache entry holds changes
 PACKAGE = Path(__file__).resolve().parents[1]  # blazeproto/
 BEGAN = time.time()  # about when kernels are imported
 
 
-class NumbaKernel:
+class NumbaKernel(driver.Loadable):
     """One kernel: ``make(threads, **constants)`` returns the Python function, with the constants as compile-time
     values.
 
@@ -50,14 +48,14 @@ class NumbaKernel:
         self.make, self.parameters, self.constants = make, parameters.split(), constants
         self.threads, self.min_blocks = threads, min_blocks
         self.name = make.__name__
-        self._functions: dict[int, Any] = {}  # by CUDA ordinal
+        self._functions = {}
 
     def __repr__(self) -> str:
         return f"NumbaKernel({self.name}: {', '.join(f'{key}={value}' for key, value in self.constants.items())})"
 
     # --- Compiling ---------------------------------------------------------------------------------------------------
 
-    @cached_property
+    @functools.cached_property
     def function(self) -> Any:
         """The Python function itself."""
         return self.make(self.threads, **self.constants)
@@ -68,16 +66,8 @@ class NumbaKernel:
         lineinfo: with the source's lines, where the compiler can. Some instructions stand elsewhere then, so cubins are made
         without.
         """
-        if not lineinfo:
-            return self._kept(f"{self.key(capability)}.numba.ptx", lambda: self._compile(capability, False)).decode()
-
-        def make() -> bytes:
-            try:
-                return self._compile(capability, True)
-            except Exception:  # noqa: BLE001  libNVVM 12.9, of a few kernels with lines: "Symbol name with unsupported characters"
-                return self._compile(capability, False)
-
-        return self._kept(f"{self.key(capability)}.lineinfo.numba.ptx", make).decode()
+        name = f"{self.key(capability)}{'.lineinfo' if lineinfo else ''}.numba.ptx"
+        return self._kept(name, lambda: self._compile(capability, lineinfo)).decode()
 
     def _compile(self, capability: tuple[int, int], lineinfo: bool) -> bytes:
         if in_simulator():
@@ -88,16 +78,21 @@ class NumbaKernel:
 
         kinds = [(getattr(types, word.rstrip("*")), word.endswith("*")) for word in self.parameters]
         signature = types.void(*(types.CPointer(kind) if pointer else kind for kind, pointer in kinds))
-        code, _ = cuda.compile(
-            self.function,
-            signature,
-            device=False,
-            abi="numba",
-            cc=capability,
-            output="ptx",
-            launch_bounds=(self.threads, self.min_blocks),
-            lineinfo=lineinfo,
-        )
+        try:
+            code, _ = cuda.compile(
+                self.function,
+                signature,
+                device=False,
+                abi="numba",
+                cc=capability,
+                output="ptx",
+                launch_bounds=(self.threads, self.min_blocks),
+                lineinfo=lineinfo,
+            )
+        except Exception:  # libNVVM 12.9, of a few kernels with lines: "Symbol name with unsupported characters"
+            if not lineinfo:
+                raise
+            return self._compile(capability, False)
         return code if isinstance(code, bytes) else code.encode()
 
     def cubin(self, capability: tuple[int, int] = OF_HOPPER) -> tuple[str, bytes]:
@@ -131,27 +126,24 @@ class NumbaKernel:
         return source_files(Path(self.make.__code__.co_filename).resolve())
 
     def _kept(self, name: str, make: Callable[[], bytes]) -> bytes:
-        """As the compile cache has it. Made, and not kept there, where a source was edited after it may have been imported: its
-        text is in the name, and need not be what is compiled."""
+        """A file of the compile cache, made and written where it is absent. Made, and not kept there, where a source was edited
+        after it may have been imported: its text is in the name, and need not be what is compiled."""
         edited = [file.name for file in self._files if file.stat().st_mtime > BEGAN]
-        if not edited:
-            return _kept(name, make)
-        warnings.warn(
-            f"{self!r}: {', '.join(edited)} changed after this process began; compiled is what was imported, so start again",
-            stacklevel=4,
-        )
-        return make()
+        if edited:
+            warnings.warn(
+                f"{self!r}: {', '.join(edited)} changed after this process began; compiled is what was imported, so start again",
+                stacklevel=4,
+            )
+            return make()
+        if (found := cache.read(name)) is None:
+            found = make()
+            cache.write(name, found)
+        return found
 
-    def load(self, device: int) -> Any:
-        """The kernel on a device (a CUDA ordinal), by `driver.load`. Compiled and loaded the first time; for a target neither."""
-        if is_target(device):
-            return Handle(self)
-        if device not in self._functions:
-            entry, code = self.cubin(capability_of(device))
-            # Of two threads the first one's stays: replacing it would unload code that the other may be launching.
-            self._functions.setdefault(device, driver.load(code, entry, device))
-            LOADED.add(self)
-        return self._functions[device]
+    def _code_for(self, device: int) -> tuple[bytes, str, int | None]:
+        """As `driver.Loadable._code_for`."""
+        entry, code = self.cubin(capability_of(device))
+        return code, entry, None
 
     # --- Launching ---------------------------------------------------------------------------------------------------
 
@@ -169,22 +161,10 @@ class NumbaKernel:
             driver.launch(function.ptr, (blocks, 1), self.threads, shared_bytes, stream, arguments)
 
 
-LOADED: WeakSet[NumbaKernel] = WeakSet()  # on any device
-
-
-def _kept(name: str, make: Callable[[], bytes]) -> bytes:
-    """A file of the compile cache, which its hash leads; made and written where it is absent or damaged."""
-    digest, _, found = (compile_cache.read(name) or b"").partition(b"\n")
-    if hashlib.sha256(found).hexdigest().encode() != digest:
-        found = make()
-        compile_cache.write(name, hashlib.sha256(found).hexdigest().encode() + b"\n" + found)
-    return found
-
-
 # --- The sources of a kernel -----------------------------------------------------------------------------------------
 
 
-@cache
+@functools.cache
 def source_files(file: Path) -> list[Path]:
     """A Python file and all files of this package that it imports, directly or through others; sorted.
 
@@ -198,7 +178,7 @@ def source_files(file: Path) -> list[Path]:
     return sorted(files)
 
 
-@cache
+@functools.cache
 def _imported_files(file: Path) -> set[Path]:
     found = set()
     for node in ast.walk(ast.parse(file.read_bytes())):

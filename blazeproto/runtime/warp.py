@@ -73,30 +73,31 @@ if in_simulator():
         cuda.syncthreads()
 
     @device
+    def of_block(value):
+        """What each thread of the block brings. Two barriers."""
+        scratch = cuda.shared.array(int(cuda.blockDim.x), float64)  # which holds int32, uint32, fp32 and bool exactly
+        scratch[cuda.threadIdx.x] = value
+        cuda.syncthreads()
+        values = [type(value)(one) for one in scratch]
+        cuda.syncthreads()
+        return values
+
+    @device
     def block_scan(scratch, thread, threads, first, second):
         """For each of two values: the sum over the block's threads up to and with this one, and over all of them.
 
-        scratch: int32 shared memory, two places a thread. ``threads`` is the block's size, a constant. One barrier, on
-        the GPU after a scan in each warp's registers; the caller puts another before its next use of ``scratch``.
+        scratch: int32 shared memory, two places a thread. ``threads`` is the block's size, a constant. One barrier on the GPU,
+        after a scan in each warp's registers; the caller puts another before its next use of ``scratch``.
         """
-        scratch[thread] = first
-        scratch[threads + thread] = second
-        cuda.syncthreads()
-        results = [scratch[:threads][: thread + 1], scratch[:threads], scratch[threads : threads + thread + 1]]
-        return tuple(int32(sum(values)) for values in [*results, scratch[threads : 2 * threads]])
+        firsts, seconds = of_block(first), of_block(second)
+        results = (firsts[: thread + 1], firsts, seconds[: thread + 1], seconds)
+        return tuple(int32(sum(values)) for values in results)
 
     @device
     def ballot(scratch, thread, value):
-        """A bit for each lane of the warp: whether it brings True. Two barriers here, none on the GPU.
-
-        scratch: int32 shared memory, a place a thread, which the GPU leaves alone.
-        """
-        scratch[thread] = int32(value)
-        cuda.syncthreads()
+        """A bit for each lane of the warp: whether it brings True. Two barriers here, none on the GPU."""
         first = thread // WARP * WARP
-        word = sum(int(scratch[first + lane]) << lane for lane in range(WARP))
-        cuda.syncthreads()
-        return uint32(word)
+        return uint32(sum(int(bit) << lane for lane, bit in enumerate(of_block(value)[first : first + WARP])))
 
 else:
     from llvmlite import ir
@@ -199,21 +200,11 @@ class Group(NamedTuple):
     partner: Any  # (value, distance): the uint32 of lane ^ distance
 
 
-def group_of(lanes: int, threads: int) -> Group:
-    """The functions for groups of ``lanes`` in blocks of ``threads``."""
+def group_of(lanes: int) -> Group:
+    """The functions for groups of ``lanes``."""
     steps = lanes.bit_length() - 1
 
     if in_simulator():
-
-        @device
-        def of_block(value):
-            """What each thread of the block brings."""
-            scratch = cuda.shared.array(threads, float64)  # which holds uint32, fp32 and bool exactly
-            scratch[cuda.threadIdx.x] = value
-            cuda.syncthreads()
-            values = [type(value)(one) for one in scratch]
-            cuda.syncthreads()
-            return values
 
         def reduction(combine: Any) -> Any:
             @device

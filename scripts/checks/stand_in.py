@@ -75,7 +75,7 @@ def launches() -> Iterator[Seen]:
     seen, cupy = Seen(), _cupy()
     with ExitStack() as stack:
         for function, instead in (
-            (backends.missing_for_hopper, lambda *_, **__: None),
+            (backends.missing_for_kernels, lambda *_, **__: None),
             (backends.has_dispatch_kernels, lambda *_, **__: True),
         ):  # wherever it was imported
             stack.callback(setattr, function, "__code__", function.__code__)

@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from blazeproto.autograd.backends import missing_for_hopper
+from blazeproto.autograd.backends import missing_for_kernels
 from blazeproto.distributed import AllToAll, Symmetric, clip_grad_norm_, expert_parallel
 from blazeproto.distributed.symmetric import hosts_of
 from blazeproto.router import Routing, fallback
@@ -162,7 +162,7 @@ def dispatcher_of(model: GPT, config: Config, group: dist.ProcessGroup, ranks: R
     """How tokens reach the experts of all blocks, by ``--dispatcher``."""
     sizes = (config.num_experts // group.size(), config.d_model, config.d_expert)
     in_bf16 = config.bf16 and config.precision == "bf16"
-    fits = in_bf16 and missing_for_hopper(ranks.device, torch.bfloat16, *sizes) is None and len(hosts_of(group)) == 1
+    fits = in_bf16 and missing_for_kernels(ranks.device, torch.bfloat16, *sizes) is None and len(hosts_of(group)) == 1
     if config.dispatcher == "all_to_all" or (config.dispatcher == "auto" and not fits):
         if config.row_capacity:
             raise ValueError(f"row_capacity: expected 0 where tokens travel by AllToAll, got {config.row_capacity}")

@@ -204,13 +204,13 @@ def test_more_than_the_hopper_backend_can_gather_from(call, monkeypatch):
 
 
 def test_what_the_hopper_backend_misses():
-    from blazeproto.autograd.backends import missing_for_hopper
+    from blazeproto.autograd.backends import missing_for_kernels
 
     gpu = torch.device("cuda", 0)
-    assert "the tensors are on cpu" in missing_for_hopper(torch.device("cpu"), torch.bfloat16, 8, 64, 64)
-    assert "torch.bfloat16 tensors; they are torch.float32" in missing_for_hopper(gpu, torch.float32, 8, 64, 64)
-    assert "multiples of 8 (16 bytes of bf16); one is 20" in missing_for_hopper(gpu, torch.bfloat16, 8, 64, 20)
-    assert "at most 512 experts; there are 513" in missing_for_hopper(gpu, torch.bfloat16, 513, 64, 64)
+    assert "the tensors are on cpu" in missing_for_kernels(torch.device("cpu"), torch.bfloat16, 8, 64, 64)
+    assert "torch.bfloat16 tensors; they are torch.float32" in missing_for_kernels(gpu, torch.float32, 8, 64, 64)
+    assert "multiples of 8 (16 bytes of bf16); one is 20" in missing_for_kernels(gpu, torch.bfloat16, 8, 64, 20)
+    assert "at most 512 experts; there are 513" in missing_for_kernels(gpu, torch.bfloat16, 513, 64, 64)
 
 
 WRONG_IDS = {

@@ -26,6 +26,7 @@ from blazeproto.autograd.low_rank import LowRank
 from blazeproto.blocksparse import dMoE
 from blazeproto.gemm import quantize, registry, weight_fp8
 from blazeproto.gemm.e4m3 import scale_of
+from blazeproto.gemm.product import Variant
 from blazeproto.gemm.registry import quantized_kernels
 
 SIZES = (37, 144, 256, 5, 3)
@@ -588,6 +589,6 @@ def test_biases_and_transposed_weights_are_refused(make_case):
 def test_prepare_compiles_its_kernels(monkeypatch):
     monkeypatch.setattr(registry, "compile_many", lambda kernels, jobs: list(kernels))
     kernels = gemm.prepare(64, 128, 4, 2, activation="geglu", precision="fp8")
-    weights = {weight_fp8.kernel(f32=f32) for f32 in (False, True)}
+    weights = {weight_fp8.kernel(variant=Variant(f32=f32)) for f32 in (False, True)}
     assert weights < {*quantized_kernels("geglu")} and {*quantized_kernels("geglu"), *quantize.kernels()} <= {*kernels}
     assert not {*quantize.kernels()} & {*gemm.prepare(64, 128, 4, 2)}

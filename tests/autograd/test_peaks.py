@@ -49,7 +49,7 @@ class Allocated(TorchDispatchMode):
 @pytest.fixture
 def peak(monkeypatch):
     """``peak(shape, precision, **options)``: bytes over what a call is given, by the kernels' host code."""
-    monkeypatch.setattr(backends, "missing_for_hopper", lambda *_: None)
+    monkeypatch.setattr(backends, "missing_for_kernels", lambda *_: None)
     backends.backend_on.cache_clear()
     recorder = Recorder(SMS)
     device = device_of(recorder)

@@ -179,7 +179,7 @@ def test_a_header_beside_the_users_own_file_counts(
         assert width in kernel.ptx and kernel.complete == complete and (width in kernel.source or not complete)
         made.append(kernel)
     assert made[0].key != made[1].key
-    assert len(list((tmp_path / "cache").glob("*.zip"))) == (2 if complete else 0)
+    assert len(list((tmp_path / "cache").glob("*.kernel"))) == (2 if complete else 0)
 
 
 @pytest.mark.parametrize("option", ["-I/mine", "--include-path=/mine", "--pre-include=mine.cuh", "-include=mine.cuh"])
@@ -234,21 +234,16 @@ def test_the_packages_own_kernels_are_followed() -> None:
     assert all(kernel.complete for kernel in gemm.all_kernels())
 
 
-def encrypted(data: bytes) -> bytes:
-    """As one changed bit says: the flag of the first file in the archive's list."""
-    at = data.index(b"PK\x01\x02") + 8
-    return data[:at] + bytes([data[at] | 1]) + data[at + 1 :]
-
-
-def of_a_later_version(data: bytes) -> bytes:
-    at = data.index(b"PK\x01\x02") + 6
-    return data[:at] + bytes([255]) + data[at + 1 :]
+def changed(data: bytes) -> bytes:
+    """By one bit in the middle."""
+    at = len(data) // 2
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
 @pytest.mark.parametrize(
     "damage",
-    [lambda data: data[:100], lambda data: bytes(len(data)), lambda data: b"", encrypted, of_a_later_version],
-    ids=["truncated", "zeros", "empty", "encrypted", "of a later version"],
+    [lambda data: data[:100], lambda data: bytes(len(data)), lambda data: b"", changed],
+    ids=["truncated", "zeros", "empty", "changed"],
 )
 def test_a_damaged_cache_entry_is_compiled_again(source: str, damage: Callable[[bytes], bytes]) -> None:
     cubin = Kernel(source, "first", {"N": 64}).cubin

@@ -362,7 +362,7 @@ def test_every_step_has_a_call_that_runs(options: dict[str, Any], monkeypatch: p
 
     monkeypatch.setattr(explanation, "cold_ms", half)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.inference_mode(False))
-    monkeypatch.setattr("blazeproto.lab.explanation.missing_for_hopper", lambda *_: None)
+    monkeypatch.setattr("blazeproto.lab.explanation.missing_for_kernels", lambda *_: None)
     _, _, made = explained(**options)
     not_timed = {step.name for step in made.rows if step.ms is None}
     assert not_timed == (

@@ -167,7 +167,7 @@ def test_what_runs_is_said(monkeypatch):
     layer = MoE(16, 24, 4, 2, device="meta")
     assert layer.runs_on() == "torch: the kernels need a CUDA GPU of compute capability 9.0; the tensors are on meta"
     missing = {torch.bfloat16: None}
-    monkeypatch.setattr(backends, "missing_for_hopper", lambda device, dtype, *_: missing.get(dtype, "bf16"))
+    monkeypatch.setattr(backends, "missing_for_kernels", lambda device, dtype, *_: missing.get(dtype, "bf16"))
     assert layer.runs_on() == "hopper" and "backend=auto (hopper)" in repr(layer)
     assert layer.runs_on(torch.float32) == layer.half().runs_on() == "torch: the kernels need bf16"
     layer.backend = "hopper"
@@ -482,7 +482,7 @@ def test_prepare(monkeypatch, options, weight_grads, dispatches):
         shapes.add((num_tokens, top_k))
 
     layer = MoE(16, 24, 4, 2, **{"dtype": torch.bfloat16, **options})
-    monkeypatch.setattr(blazeproto.layer, "missing_for_hopper", lambda *_: None)
+    monkeypatch.setattr(blazeproto.layer, "missing_for_kernels", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(gemm, "prepare", prepare)
     monkeypatch.setattr(dispatch, "prepare_dispatch", prepare_dispatch)

@@ -42,7 +42,7 @@ def test_gradients_of_whole_experts_become_those_of_the_mean_of_the_losses() -> 
 def test_tokens_go_over_nvlink_within_a_host_alone(monkeypatch: pytest.MonkeyPatch, hosts: int) -> None:
     """ "auto" on Hopper GPUs; the kernels wait as long as the other collectives."""
     made: dict[str, Any] = {}
-    monkeypatch.setattr(sharding, "missing_for_hopper", lambda device, dtype, experts, *widths: made.update(E=experts))
+    monkeypatch.setattr(sharding, "missing_for_kernels", lambda device, dtype, experts, *widths: made.update(E=experts))
     monkeypatch.setattr(sharding, "hosts_of", lambda group: {*range(hosts)})
     monkeypatch.setattr(sharding, "Symmetric", lambda *given, **options: made.update(options) or "symmetric")
     monkeypatch.setattr(sharding, "AllToAll", lambda *given: "all_to_all")
@@ -70,7 +70,7 @@ def test_gathered_weights_are_kept_where_asked_for(monkeypatch: pytest.MonkeyPat
 
 def test_fp8_travels_by_all_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which `Symmetric` refuses, on GPUs of one host too."""
-    monkeypatch.setattr(sharding, "missing_for_hopper", lambda *_: None)
+    monkeypatch.setattr(sharding, "missing_for_kernels", lambda *_: None)
     monkeypatch.setattr(sharding, "hosts_of", lambda group: {0})
     monkeypatch.setattr(sharding, "AllToAll", lambda *given: "all_to_all")
     widths = {"layers": 1, "d_model": 16, "heads": 2, "d_expert": 128, "num_experts": 8}

@@ -106,13 +106,13 @@ def test_what_was_edited_since_it_was_imported_is_not_kept(tmp_path: Path, monke
 def test_where_the_compiler_fails_on_lines_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from blazeproto.dispatch import limit
 
-    def compile_without(capability: tuple[int, int], lineinfo: bool) -> bytes:
+    def compile_without(*_: object, lineinfo: bool, **__: object) -> tuple[str, object]:
         if lineinfo:
             raise RuntimeError("Symbol name with unsupported characters")
-        return b"plain"
+        return "plain", None
 
     monkeypatch.setenv("BLAZEPROTO_CACHE", str(tmp_path))
-    monkeypatch.setattr(limit.KERNEL, "_compile", compile_without)
+    monkeypatch.setattr("blazeproto.runtime.numba.cuda.compile", compile_without)
     assert limit.KERNEL.ptx(lineinfo=True) == "plain"
 
 

@@ -17,13 +17,13 @@ import pytest
 
 from blazeproto import gemm
 from blazeproto.dispatch import limit, tiled
-from blazeproto.gemm import Sizes, compile
+from blazeproto.gemm import Sizes
 from blazeproto.gemm.compile import CUDA_SOURCES, Kernel
 from blazeproto.gemm.product import PACKAGE, Variant
 from blazeproto.gemm.registry import quantized_kernels
 from blazeproto.gemm.tiles import TILES, TileConfig
 from blazeproto.router import topk
-from blazeproto.runtime import driver, numba_kernel
+from blazeproto.runtime import driver
 from blazeproto.runtime.numba_kernel import NumbaKernel
 from scripts.bench import common, identity, layer_tiles, module
 from scripts.checks import equal_kernels
@@ -248,7 +248,7 @@ class Loaded(Kernel):
 
     def on(self, address: int) -> Kernel:
         self._functions[0] = SimpleNamespace(ptr=address)
-        compile._LOADED.add(self)
+        driver.LOADED.add(self)
         return self
 
 
@@ -258,7 +258,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> dict[int, Kernel | NumbaKernel]
     monkeypatch.setattr(driver, "launch", lambda *arguments: None)
     scan = NumbaKernel(tiled.scan_chunks, "int32* int32* int64 int64", threads=32, rows=4)
     scan._functions[0] = SimpleNamespace(ptr=11)
-    numba_kernel.LOADED.add(scan)
+    driver.LOADED.add(scan)
     # What a layer of `row_of`'s size takes.
     unread = gemm.kernel_for("up_forward", replace(TILES["up_forward"], few_rows=True))
     made = {7: Loaded(**identity.described(unread) | {"options": ()}).on(7), 11: scan}

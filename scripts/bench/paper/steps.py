@@ -14,7 +14,7 @@ import torch
 from blazeproto.activations import ACTIVATIONS, activation_named
 from blazeproto.autograd import SavePolicy, moe_mlp
 from blazeproto.blocksparse import dmoe
-from blazeproto.blocksparse.build import topology_of
+from blazeproto.blocksparse.topology import topology_of
 from blazeproto.dispatch import build_dispatch
 from blazeproto.gemm import Sizes
 from scripts.bench.paper import programs
