@@ -74,6 +74,11 @@ class ExpertsCall(NamedTuple):
         width: int = self.p.down_proj.shape[2] * activation_named(self.how.options.activation).halves
         return width
 
+    @property
+    def quantized(self) -> bool:
+        """Whether the products' operands are."""
+        return self.how.options.precision != "bf16"
+
     def joined(self) -> ExpertsCall:
         """With the up projection's weight as one, where gate and up are two."""
         if self.p.up_rest is None:

@@ -286,6 +286,6 @@ def quantize_weights(
         x = torch.empty(0, down_proj.shape[1], dtype=dtype, device=down_proj.device)
         options = Options(backend=backend, precision="fp8")
         check_experts(x, (gate_up_proj,), down_proj, *[None] * 4, num_experts=len(down_proj), options=options)
-        made: Any = backend_on(backend, x.device, dtype, *down_proj.shape, precision="fp8")
-        up, down = (made.keep(weight, dtype) for weight in (gate_up_proj, down_proj))
+        made = backend_on(backend, x.device, dtype, *down_proj.shape)
+        up, down = (made.kept_weight(weight, dtype) for weight in (gate_up_proj, down_proj))
     return made_of(gate_up_proj, down_proj, up, down, dtype)

@@ -70,9 +70,21 @@ def width_of(record: Tensor) -> int:
     return record.shape[1] * BLOCK // (BLOCK + 4)
 
 
-def weights_in(record: Tensor, m: int, k: int) -> Quantized:
-    """Views of values and scales of one order. m, k: as that has them."""
-    return _views(record, "128x128", len(record), m, k)
+def weight_in(record: Tensor, weight: Tensor, *, transposed: bool = False) -> Quantized:
+    """Views of values and scales of a weight (E, m, k) in forward's order, a record's first, or of the transpose, its last."""
+    order, shape = (record[-1], weight.shape[:0:-1]) if transposed else (record[0], weight.shape[1:])
+    return _views(order, "128x128", len(order), *shape)
+
+
+def new_orders(
+    weight: Tensor, orders: tuple[bool, bool], place: Tensor | None = None
+) -> tuple[Tensor, Quantized | None, Quantized | None]:
+    """A record of a weight, and its orders, which one pass fills.  orders: whether forward's and the transpose are in it.
+    place: a record of its own for the transpose."""
+    record = new_weights(weight, weight.shape, sum(orders))
+    back = record if orders[1] else place
+    to = weight_in(record, weight) if orders[0] else None
+    return record, to, None if back is None else weight_in(back, weight, transposed=True)
 
 
 def _views(record: Tensor, scale: str, *shape: int) -> Quantized:

@@ -18,7 +18,7 @@ class BackendStep(NamedTuple):
     """The dispatch, as the backend's ``rows_of`` made it."""
 
     weight: Any
-    """As the backend's ``forward_weight`` or ``backward_weight`` made it."""
+    """Of x's dtype, or as the backend's ``quantized_weight`` made it, in backward the transpose."""
 
     bias: Tensor | None = None
     low: LowRows | None = None
@@ -58,7 +58,7 @@ class Backend(Protocol):
     """
 
     READS_ACT: bool
-    """Whether `down_backward_act` reads act where it is there."""
+    """Whether `down_backward_act` reads act where it is there and no record."""
 
     def build_dispatch(self, topk_experts: Tensor, num_experts: int, lists: tuple[Tensor, Tensor, Tensor]) -> None:
         """topk_experts (T, K) or (P,), int32 or int64 -> fills expert_pair_indices (R,), expert_token_offsets (E+1,) and
@@ -67,14 +67,24 @@ class Backend(Protocol):
     def rows_of(self, dispatch: Dispatch) -> Any:
         """The dispatch as the other functions take it; made once for all steps of an operator."""
 
-    def forward_weight(
-        self, weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None, place: Tensor | None = None
-    ) -> Any:
-        """A weight as the products of forward take it.  dtype: x's.  kept: the weight quantized before (`QuantizedWeights`).
-        place: a record that gets its transpose, quantized."""
+    def quantized_tokens(self, t: Tensor, rows: Any) -> Any:
+        """With ``precision="fp8"``: x or dO (T, d) as the products take it. H, act, dH and A' are records then (`records`)."""
 
-    def backward_weight(self, weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None) -> Any:
-        """The same for the products by rows of backward.  kept: what forward left in its place, too."""
+    def quantized_weight(
+        self,
+        weight: Tensor,
+        dtype: torch.dtype,
+        rows: Any,
+        kept: Tensor | None,
+        place: Tensor | None = None,
+        *,
+        transposed: bool = False,
+    ) -> Any:
+        """A weight, or its transpose, likewise.  dtype: x's, to which it is rounded first.  kept: a record that has it already.
+        place: a record that gets the transpose, too."""
+
+    def kept_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """-> a record of both orders, for `QuantizedWeights`."""
 
     def low_rank_rows(
         self, a: Tensor, factor: Tensor, rows: Any, *, gather: bool, transposed: bool, out: Tensor | None = None
