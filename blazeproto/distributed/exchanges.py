@@ -114,8 +114,7 @@ class PeerExchange:
         pairs, in the exchange's memory."""
         made = self._section("values", torch.float32)
         made.zero_()  # pairs of no expert
-        top_k = values.shape[1] if values.dim() == 2 else 0
-        self.end.send_back(values.data_ptr(), here.data_ptr(), top_k=top_k, stream=current_stream(values))
+        self.end.send_back(values.data_ptr(), here.data_ptr(), top_k=_top_k(values), stream=current_stream(values))
         return made
 
 
