@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from blazeproto.autograd import hopper_backend, torch_backend
-from blazeproto.autograd.step import Backend
+from blazeproto.autograd.call import Backend
 from blazeproto.gemm.tiles import CHUNK, MAX_EXPERTS
 from blazeproto.runtime import arch, optional
 

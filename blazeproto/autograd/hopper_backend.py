@@ -1,6 +1,6 @@
 """The expert MLP on a Hopper GPU: the launches of ``blazeproto.gemm``, with outputs and workspaces allocated by torch.
 
-A `blazeproto.autograd.step.Backend`, whose docstrings give the shapes. ``moe_mlp`` has checked the arguments, so the
+A `blazeproto.autograd.call.Backend`, whose docstrings give the shapes. ``moe_mlp`` has checked the arguments, so the
 kernels are launched without another check. Nothing here outlives the call: no pointer, no view, so weights may move between
 forward and backward. An array that is not contiguous or not 16-byte aligned is copied.
 
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from blazeproto.activations import activation_named
+from blazeproto.autograd.call import BackendStep, OuterSum
 from blazeproto.autograd.low_rank import LowRows
 from blazeproto.autograd.operators import cast
 from blazeproto.autograd.records import (
@@ -40,7 +41,6 @@ from blazeproto.autograd.records import (
     weight_in,
     width_of,
 )
-from blazeproto.autograd.step import BackendStep, OuterSum
 from blazeproto.dispatch.build import MAX_PAIRS, build_dispatch_unchecked
 from blazeproto.dispatch.structures import Addresses, Dispatch, addresses
 from blazeproto.gemm import down_backward as down_act

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blazeproto.autograd import flops
 from blazeproto.autograd.call import (
     FIELDS,
     SCHEMA,
@@ -44,7 +43,7 @@ from blazeproto.autograd.policy import Saved, places
 from blazeproto.autograd.private import graph_is_kept, hooks_see_saved_tensors, release_saved_tensors, unobserved
 from blazeproto.autograd.ranks import EXCHANGES
 from blazeproto.autograd.records import new_rows
-from blazeproto.autograd.steps import MAKES, steps_of, wanted
+from blazeproto.autograd.steps import MAKES, backward_flops, forward_flops, steps_of, wanted
 
 
 def forward(ctx: Any, *packed: Any) -> tuple[Tensor | None, ...]:
@@ -186,7 +185,7 @@ experts = define(
     setup=_setup,
     backward=backward,
     forward=forward,
-    flops=flops.experts,
+    flops=forward_flops,
 )(partial(forward, None))
 """A packed `ExpertsCall` -> out (T, d), and `Saved`."""
 
@@ -228,7 +227,7 @@ def _step_fake(name: str, needs: Sequence[bool], given: Sequence[Tensor | None],
 
 
 @define(
-    f"moe_backward(str step, bool[] needs, Tensor?[] given, {SCHEMA}) -> Tensor[]", _step_fake, flops=flops.backward
+    f"moe_backward(str step, bool[] needs, Tensor?[] given, {SCHEMA}) -> Tensor[]", _step_fake, flops=backward_flops
 )
 def step(name: str, needs: Sequence[bool], given: Sequence[Any], *packed: Any) -> list[Tensor | None]:
     """A step of `Steps`, or ``backward``, all of them in chunks.  needs: `Parameters`.  given: the step's tensors, `Saved` one

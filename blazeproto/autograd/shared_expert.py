@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from blazeproto.activations import activation_named
-from blazeproto.autograd.grouped import grouped_experts
+from blazeproto.autograd.mlp import grouped_experts
 from blazeproto.autograd.operators import autocast_dtype, cast
 from blazeproto.runtime.checks import integer
 

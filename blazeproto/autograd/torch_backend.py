@@ -1,6 +1,6 @@
 """The products of the expert MLP with plain torch operations: any device, any floating dtype.
 
-This is the ``backend="torch"``, a `blazeproto.autograd.step.Backend`, whose docstrings give the shapes. Each product is its
+This is the ``backend="torch"``, a `blazeproto.autograd.call.Backend`, whose docstrings give the shapes. Each product is its
 formula (`blazeproto.gemm.product.Product.spec`), computed by `torch_formulas`, whose docstring says what is rounded.
 
 With ``precision="fp8"`` it computes what the kernels do, of numbers in x's dtype that are e4m3 times their scales: weights are
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blazeproto.autograd.call import BackendStep, OuterSum
 from blazeproto.autograd.operators import cast
 from blazeproto.autograd.records import new_orders, new_rows, rows_in, weight_in, width_of
-from blazeproto.autograd.step import BackendStep, OuterSum
 from blazeproto.autograd.torch_formulas import Torch, outputs
 from blazeproto.dispatch.structures import Dispatch
 from blazeproto.gemm import down_backward, linear, reduce, up, weight
