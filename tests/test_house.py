@@ -255,14 +255,14 @@ def test_without_ptxsim_the_lab_says_how_to_get_it() -> None:
 
 
 CEILINGS = {
-    "blazeproto/*.py": 812,
+    "blazeproto/*.py": 807,
     "blazeproto/runtime/**/*.py": 1004,
     "blazeproto/dispatch/**/*.py": 729,
     "blazeproto/router/**/*.py": 2338,
     "blazeproto/gemm/**/*.py": 2155,
-    "blazeproto/autograd/**/*.py": 1855,
+    "blazeproto/autograd/**/*.py": 1851,
     "blazeproto/blocksparse/**/*.py": 605,
-    "blazeproto/distributed/**/*.py": 470,
+    "blazeproto/distributed/**/*.py": 469,
     "blazeproto/integrations/**/*.py": 300,
     "blazeproto/lab/**/*.py": 3102,
     "ptxsim/*.py": 2900,

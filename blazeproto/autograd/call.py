@@ -100,7 +100,7 @@ class BackendStep(NamedTuple):
     """The dispatch, as the backend's ``rows_of`` made it."""
 
     weight: Any
-    """Of x's dtype, or as the backend's ``quantized_weight`` made it, in backward the transpose."""
+    """Of x's dtype, or as `records.quantized_weight` made it, in backward the transpose."""
 
     bias: Tensor | None = None
     low: LowRows | None = None
@@ -152,21 +152,11 @@ class Backend(Protocol):
     def quantized_tokens(self, t: Tensor, rows: Any) -> Any:
         """With ``precision="fp8"``: x or dO (T, d) as the products take it. H, act, dH and A' are records then (`records`)."""
 
-    def quantized_weight(
-        self,
-        weight: Tensor,
-        dtype: torch.dtype,
-        rows: Any,
-        kept: Tensor | None,
-        place: Tensor | None = None,
-        *,
-        transposed: bool = False,
-    ) -> Any:
-        """A weight, or its transpose, likewise.  dtype: x's, to which it is rounded first.  kept: a record that has it already.
-        place: a record that gets the transpose, too."""
+    def quantize_weights(self, weights: Tensor, at: Any, out: Any, transposed: Any) -> None:
+        """weights (E, m, k) -> `Quantized` ones and their transpose, those that are not None.  at: of `rows_of` or `place_of`."""
 
-    def kept_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """-> a record of both orders, for `QuantizedWeights`."""
+    def place_of(self, t: Tensor) -> Any:
+        """Where `quantize_weights` runs without a dispatch, for weights that lie where t does."""
 
     def low_rank_rows(
         self, a: Tensor, factor: Tensor, rows: Any, *, gather: bool, transposed: bool, out: Tensor | None = None

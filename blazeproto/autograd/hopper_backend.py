@@ -32,15 +32,8 @@ from torch import Tensor
 from blazeproto.activations import activation_named
 from blazeproto.autograd.call import BackendStep, OuterSum
 from blazeproto.autograd.low_rank import LowRows
-from blazeproto.autograd.operators import cast
-from blazeproto.autograd.records import (
-    new_orders,
-    new_quantized,
-    new_rows,
-    rows_in,
-    weight_in,
-    width_of,
-)
+from blazeproto.autograd.operators import cast, ready
+from blazeproto.autograd.records import new_quantized, new_rows, rows_in, width_of
 from blazeproto.dispatch.build import MAX_PAIRS, build_dispatch_unchecked
 from blazeproto.dispatch.structures import Addresses, Dispatch, addresses
 from blazeproto.gemm import down_backward as down_act
@@ -260,26 +253,11 @@ def quantized_tokens(t: Tensor, rows: Addresses) -> Quantized:
     return tokens
 
 
-def quantized_weight(
-    weight: Tensor,
-    dtype: torch.dtype,
-    rows: Any,
-    kept: Tensor | None,
-    place: Tensor | None = None,
-    *,
-    transposed: bool = False,
-) -> Quantized:
-    if kept is None:
-        kept, *orders = new_orders(weight, (not transposed, transposed), place)
-        quantize.launch_weights(ready(cast(weight, dtype)), rows, *orders)
-    return weight_in(kept, weight, transposed=transposed)
+quantize_weights = quantize.launch_weights
 
 
-def kept_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    record, *orders = new_orders(weight, (True, True))
-    at = OnStream(weight.get_device(), current_stream(weight))
-    quantize.launch_weights(ready(cast(weight, dtype)), at, *orders)
-    return record
+def place_of(t: Tensor) -> OnStream:
+    return OnStream(t.get_device(), current_stream(t))
 
 
 def operand(t: Tensor | Quantized) -> Any:
@@ -307,10 +285,3 @@ def _as_it_lies(weight: Tensor | Quantized) -> tuple[Any, bool]:
     if not weight.is_contiguous() and weight.mT.is_contiguous():
         return ready(weight.mT), True
     return ready(weight), False
-
-
-def ready(t: Tensor) -> Tensor:
-    """``t`` as the kernels want it: contiguous and 16-byte aligned; a copy if it is not."""
-    if t.data_ptr() % ALIGNMENT == 0 and t.is_contiguous():
-        return t
-    return t.clone(memory_format=torch.contiguous_format)

@@ -358,5 +358,4 @@ def quantize_weights(
         options = Options(backend=backend, precision="fp8")
         check_experts(x, (gate_up_proj,), down_proj, *[None] * 4, num_experts=len(down_proj), options=options)
         made = backend_on(backend, x.device, dtype, *down_proj.shape)
-        up, down = (made.kept_weight(weight, dtype) for weight in (gate_up_proj, down_proj))
-    return made_of(gate_up_proj, down_proj, up, down, dtype)
+        return made_of(gate_up_proj, down_proj, dtype, made)

@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from blazeproto.autograd.operators import cast, ready
 from blazeproto.gemm.e4m3 import BLOCK, Quantized, blocks, scales_shape
 from blazeproto.gemm.tiles import ALIGNMENT
 from blazeproto.runtime.checks import instance
@@ -91,6 +92,24 @@ def _views(record: Tensor, scale: str, *shape: int) -> Quantized:
     flat, end, scales = record.view(-1), prod(shape), scales_shape(scale, shape)
     of_scales = flat[end : end + 4 * prod(scales)]
     return Quantized(flat[:end].view(torch.float8_e4m3fn).view(shape), of_scales.view(torch.float32).view(scales))
+
+
+def quantized_weight(
+    quantize: Any,
+    weight: Tensor,
+    dtype: torch.dtype,
+    at: Any,
+    kept: Tensor | None,
+    place: Tensor | None = None,
+    *,
+    transposed: bool = False,
+) -> Quantized:
+    """A weight, or its transpose, in e4m3.  quantize: a backend's ``quantize_weights``.  dtype: x's, to which it is rounded
+    first.  kept: a record that has it already.  place: a record that gets the transpose, too."""
+    if kept is None:
+        kept, *orders = new_orders(weight, (not transposed, transposed), place)
+        quantize(ready(cast(weight, dtype)), at, *orders)
+    return weight_in(kept, weight, transposed=transposed)
 
 
 # ---- kept by the caller ------------------------------------------------------------------------------------------
@@ -198,8 +217,14 @@ def records_of(
     return records
 
 
-def made_of(gate_up_proj: Tensor, down_proj: Tensor, up: Tensor, down: Tensor, dtype: torch.dtype) -> QuantizedWeights:
+def made_of(gate_up_proj: Tensor, down_proj: Tensor, dtype: torch.dtype, backend: Any) -> QuantizedWeights:
     """Both weights' records, for as long as the weights stay as they are."""
     _watch_optimizers()
-    _MADE_OF.update({up.untyped_storage(): _state(gate_up_proj), down.untyped_storage(): _state(down_proj)})
+    records = []
+    for weight in (gate_up_proj, down_proj):
+        record, *orders = new_orders(weight, (True, True))
+        backend.quantize_weights(ready(cast(weight, dtype)), backend.place_of(weight), *orders)
+        _MADE_OF[record.untyped_storage()] = _state(weight)
+        records.append(record)
+    up, down = records
     return QuantizedWeights(up, down, dtype)

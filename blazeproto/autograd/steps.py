@@ -18,7 +18,7 @@ from blazeproto.autograd.chunks import WHOLE, Chunk, chunks_of, take
 from blazeproto.autograd.operators import cast
 from blazeproto.autograd.policy import Saved, SavePolicy
 from blazeproto.autograd.ranks import EXCHANGES
-from blazeproto.autograd.records import check_unchanged
+from blazeproto.autograd.records import check_unchanged, quantized_weight
 
 MAKES = {
     "down_backward": ("dh", "a_scaled", "scores", "xa", "d_out_b", "act_a"),
@@ -56,7 +56,7 @@ def steps_of(call: ExpertsCall, needs: Any = None, sums: Any = None, *, overwrit
     for kept, weight in ((beside.up_kept, p.up_proj), (beside.down_kept, p.down_proj)):
         if kept is not None and needs is None:
             check_unchanged(kept, weight, copies=True)
-    prepare: Any = backend.quantized_weight if call.quantized else _in_dtype
+    prepare: Any = partial(quantized_weight, backend.quantize_weights) if call.quantized else _in_dtype
     if how.chunk_tokens != WHOLE:  # each product of each chunk takes the same weights, so the cast ones are kept
         prepare = partial(_once, {}, prepare)
     for chunk in chunks_of(dispatch, how.chunk_tokens):
@@ -64,7 +64,7 @@ def steps_of(call: ExpertsCall, needs: Any = None, sums: Any = None, *, overwrit
 
 
 def _in_dtype(weight: Tensor, dtype: torch.dtype, *_: Any, **__: Any) -> Tensor:
-    """What a backend's ``quantized_weight`` is where nothing is quantized."""
+    """What `quantized_weight` is where nothing is quantized."""
     return cast(weight, dtype)
 
 
@@ -87,7 +87,7 @@ class Steps:
         sums: Any,
         overwrite_h: bool,
     ) -> None:
-        """prepare: makes a weight what products take, like the backend's ``quantized_weight``.
+        """prepare: makes a weight what products take, as `quantized_weight` does.
         overwrite_h: whether dH may lie over H."""
         self.call, self.chunk, self.backend, self.prepare, self.quantized = (
             call,

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from blazeproto.autograd.call import BackendStep, OuterSum
-from blazeproto.autograd.operators import cast
-from blazeproto.autograd.records import new_orders, new_rows, rows_in, weight_in, width_of
+from blazeproto.autograd.records import new_rows, rows_in, width_of
 from blazeproto.autograd.torch_formulas import Torch, outputs
 from blazeproto.dispatch.structures import Dispatch
 from blazeproto.gemm import down_backward, linear, reduce, up, weight
@@ -120,33 +119,14 @@ def quantized_tokens(t: Tensor, rows: Dispatch) -> Tensor:
     return in_e4m3(torch, t, FP8.x.scale).to(t.dtype)  # type: ignore[no-any-return]
 
 
-def quantized_weight(
-    weight: Tensor,
-    dtype: torch.dtype,
-    rows: Any,
-    kept: Tensor | None,
-    place: Tensor | None = None,
-    *,
-    transposed: bool = False,
-) -> Quantized:
-    if kept is None:
-        kept, *orders = new_orders(weight, (not transposed, transposed), place)
-        _quantize(cast(weight, dtype), *orders)
-    return weight_in(kept, weight, transposed=transposed)
-
-
-def kept_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    record, *orders = new_orders(weight, (True, True))
-    _quantize(cast(weight, dtype), *orders)
-    return record
-
-
-def _quantize(weight: Tensor, forward: Quantized | None, transpose: Quantized | None) -> None:
-    """Fills those that are there."""
-    made = to_e4m3(torch, weight, FP8.weights.scale)
-    for to, values, scales in ((forward, *made), (transpose, made.values.mT, made.scales.mT)):
+def quantize_weights(weights: Tensor, at: Any, out: Quantized | None, transposed: Quantized | None) -> None:
+    made = to_e4m3(torch, weights, FP8.weights.scale)
+    for to, values, scales in ((out, *made), (transposed, made.values.mT, made.scales.mT)):
         if to is not None:
             to.values.copy_(values), to.scales.copy_(scales)
+
+
+place_of = rows_of
 
 
 def _plain_weight(step: BackendStep, dtype: torch.dtype, *, transposed: bool = False) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from blazeproto.autograd import hopper_backend, mlp, quantize_weights, steps
+from blazeproto.autograd.records import quantized_weight
 from blazeproto.dispatch import Dispatch
 from blazeproto.gemm import down_backward, linear, quantize, up, weight_fp8
 from blazeproto.gemm.e4m3 import BLOCK, Quantized, from_e4m3, to_e4m3
@@ -160,15 +161,13 @@ def launch_weight(
 
 
 LAUNCHES = (
-    *(
-        (quantize, each.__name__, each)
-        for each in (launch_rows, launch_weights, launch_block_offsets, launch_transpose)
-    ),
+    *((quantize, each.__name__, each) for each in (launch_rows, launch_block_offsets, launch_transpose)),
     (up, "launch", launch_up),
     (linear, "launch", launch_linear),
     (down_backward, "launch", launch_down_backward),
     (weight_fp8, "launch", launch_weight),
     (hopper_backend, "launch_combine", launch_combine),
+    (hopper_backend, "quantize_weights", launch_weights),
 )
 
 
@@ -225,9 +224,16 @@ def test_it_is_the_formula_and_quantizes_no_weight_twice(make_case, quantized_or
 
 def test_weights_are_rounded_to_the_dtype_of_x_first(quantized_orders):
     weight = torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(0))
-    from_f32, from_bf16 = (hopper_backend.kept_weight(of, torch.bfloat16) for of in (weight, weight.bfloat16()))
-    assert torch.equal(from_f32, from_bf16)
-    assert not torch.equal(from_f32, hopper_backend.kept_weight(weight, weight.dtype))
+
+    def made(of, dtype):
+        return quantized_weight(hopper_backend.quantize_weights, of, dtype, None, None)
+
+    from_f32, from_bf16, exact = (
+        made(weight, torch.bfloat16),
+        made(weight.bfloat16(), torch.bfloat16),
+        made(weight, weight.dtype),
+    )
+    assert all(map(torch.equal, from_f32, from_bf16)) and not torch.equal(from_f32.values, exact.values)
 
 
 def test_dh_lies_over_h_which_nobody_else_reads(make_case, quantized_orders, monkeypatch):
