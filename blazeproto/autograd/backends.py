@@ -81,3 +81,15 @@ def _missing_on_device(index: int) -> str | None:
             warnings.warn(f"backend: the kernels of Hopper GPUs need {lacks}", stacklevel=2)
             return lacks
     return None
+
+
+def __getattr__(name: str) -> Any:
+    """HOPPER_CAPABILITY: an old name, to be removed after one release."""
+    if name != "HOPPER_CAPABILITY":
+        raise AttributeError(f"module 'blazeproto.autograd.backends' has no attribute {name!r}")
+    warnings.warn(
+        "blazeproto.autograd.backends.HOPPER_CAPABILITY is blazeproto.runtime.arch.HOPPER.capabilities[0] now",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return arch.HOPPER.capabilities[0]

@@ -236,10 +236,10 @@ def grouped_experts(
         places = places.masked_fill(places >= ends[-1], -1)
         scores = x.new_ones(x.shape[0], 1, dtype=torch.promote_types(x.dtype, torch.float32))
         parameters = operator_tensors(x, up, *weights, scores)
-        direct = unobserved((*parameters, counts)) and not on_another_gpu(x)
         dispatch = Dispatch(places, F.pad(ends, (1, 0)), places, None, num_experts, 1, x.shape[0])
         call = ExpertsCall(parameters, Beside(), dispatch, how_of(options, parameters, 1, WHOLE, ""))
-        return node.experts.entry(parameters, unobserved=direct)(*pack(call))[0]
+        alone = unobserved((*parameters, counts)) and not on_another_gpu(x)
+        return node.experts.entry(parameters, unobserved=alone)(*pack(call))[0]
 
 
 def operator_tensors(

@@ -100,7 +100,6 @@ def launch_linear(
     low: None = None,
     name: str = "",
 ) -> None:
-    assert not transposed
     wide, of_experts = from_e4m3(torch, a, "1x128").double(), from_e4m3(torch, weights, "128x128").double()
     for expert, rows, _ in experts_of(at):
         out[rows] = wide[rows] @ of_experts[expert, columns.start : columns.stop].T
@@ -225,13 +224,9 @@ def test_it_is_the_formula_and_quantizes_no_weight_twice(make_case, quantized_or
 def test_weights_are_rounded_to_the_dtype_of_x_first(quantized_orders):
     weight = torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(0))
 
-    def made(of, dtype):
-        return quantized_weight(hopper_backend.quantize_weights, of, dtype, None, None)
-
     from_f32, from_bf16, exact = (
-        made(weight, torch.bfloat16),
-        made(weight.bfloat16(), torch.bfloat16),
-        made(weight, weight.dtype),
+        quantized_weight(hopper_backend.quantize_weights, of, dtype, None, None)
+        for of, dtype in ((weight, torch.bfloat16), (weight.bfloat16(), torch.bfloat16), (weight, weight.dtype))
     )
     assert all(map(torch.equal, from_f32, from_bf16)) and not torch.equal(from_f32.values, exact.values)
 
