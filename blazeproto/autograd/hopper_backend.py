@@ -84,14 +84,15 @@ def up_forward(step: BackendStep, x: Tensor | Quantized, h: Tensor | None, act: 
     x, (up_proj, transposed) = operand(x), _as_it_lies(step.weight)
     bias = None if step.bias is None else ready(cast(step.bias, h.dtype))
     options: dict[str, Any] = {"bias": bias, "low": _low_rank(step.low, turned=transposed)}
-    places = {"h": operand(h), "act": operand(act)}
+    places = {"h": _rows(h), "act": _rows(act)}
     up.launch(x, up_proj, step.rows, activation=activation, transposed=transposed, **options, **places)
     return h, act
 
 
 def down_forward(step: BackendStep, act: Tensor, out: Tensor, *, overwrite_act: bool) -> None:
     rows, (d_model, d_expert) = step.rows, shape_of(step.weight)[1:]
-    acts, (down_proj, transposed), scores = operand(act), _as_it_lies(step.weight), ready(step.scores)
+    act, (down_proj, transposed), scores = ready(act), _as_it_lies(step.weight), ready(step.scores)
+    acts = _rows(act)
     bias = None if step.bias is None else ready(cast(step.bias, out.dtype))
     if step.combine != "gather":
         sums = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
@@ -120,7 +121,7 @@ def down_backward_act(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """One kernel makes all three, with act in its registers."""
     d_out, (lying, transposed), h, scores = operand(d_out), _as_it_lies(step.weight), ready(h), ready(step.scores)
-    of_h, activation = operand(h), step.activation
+    of_h, activation = _rows(h), step.activation
     num_rows, d_expert = h.shape[0], shape_of(of_h)[1] // activation_named(activation).halves
     # Over H: a tile reads its part of H before it writes the same part of dH.
     dh = h if overwrite_h else torch.empty_like(h)
@@ -135,8 +136,8 @@ def down_backward_act(
         activation=activation,
         transposed=transposed,
         low=_low_rank(step.low, turned=transposed),
-        dh=operand(dh),
-        a_scaled=operand(a_scaled),
+        dh=_rows(dh),
+        a_scaled=_rows(a_scaled),
         d_scores=d_scores,
         workspace=scores.new_empty(down_act.score_partials(d_expert), num_rows),
     )
@@ -147,7 +148,7 @@ def down_backward_act(
 
 
 def up_backward_act(step: BackendStep, dh: Tensor, dx: Tensor) -> None:
-    of_dh, (lying, transposed), rows = operand(dh), _as_it_lies(step.weight), step.rows
+    of_dh, (lying, transposed), rows = _rows(ready(dh)), _as_it_lies(step.weight), step.rows
     added = _low_rank(step.low, turned=transposed)
     if step.combine == "fused_both":
         sums = torch.zeros(dx.shape, dtype=torch.float32, device=dx.device)
@@ -157,8 +158,7 @@ def up_backward_act(step: BackendStep, dh: Tensor, dx: Tensor) -> None:
     options: dict[str, Any] = {"low": added, "transposed": not transposed}
     if isinstance(lying, Quantized):  # the transpose
         options = {"name": "up_backward_act"}
-    gradient_bytes = dx.element_size() * _numbers(step.weight).numel()
-    for columns in column_slices(rows.num_rows, dx.shape[1], gradient_bytes):
+    for columns in column_slices(rows.num_rows, dx.shape[1], dx.element_size() * _numbers(step.weight).numel()):
         dx_rows = dx.new_empty(rows.num_rows, len(columns))
         linear.launch(of_dh, lying, rows, columns=columns, out=dx_rows, **options)
         (step.add_up or launch_combine)(dx_rows, rows, columns=columns, out=dx)
@@ -260,11 +260,14 @@ def place_of(t: Tensor) -> OnStream:
     return OnStream(t.get_device(), current_stream(t))
 
 
-def operand(t: Tensor | Quantized) -> Any:
-    """Tokens or rows as a launch takes them: a record's values and scales, other tensors `ready`."""
-    if isinstance(t, Quantized):
-        return t
-    return rows_in(t, width_of(t)) if t.dtype == torch.uint8 else ready(t)
+def operand(tokens: Tensor | Quantized) -> Any:
+    """Tokens as a launch takes them."""
+    return tokens if isinstance(tokens, Quantized) else ready(tokens)
+
+
+def _rows(t: Tensor) -> Any:
+    """Rows as a launch takes them: a record's values and scales."""
+    return rows_in(t, width_of(t)) if t.dtype == torch.uint8 else t
 
 
 def _numbers(of: Tensor | Quantized) -> Tensor:
