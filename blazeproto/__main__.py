@@ -46,8 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("doctor", parents=[as_json], help="what works here; exit code 1 where something is missing")
 
     bench = commands.add_parser("bench", parents=[as_json], help="time a layer beside its floor")
-    sizes = f"tokens, widths of model and expert, experts, experts a token; default {GPU_SIZES}, on a CPU {CPU_SIZES}"
-    bench.add_argument("sizes", nargs="?", type=sizes_of, metavar="T,d,n,E,K", help=sizes)
+    bench.add_argument(
+        "sizes",
+        nargs="?",
+        type=sizes_of,
+        metavar="T,d,n,E,K",
+        help=f"tokens, widths of model and expert, experts, experts a token; default {GPU_SIZES}, on a CPU {CPU_SIZES}",
+    )
 
     kernels = commands.add_parser("kernels", parents=[as_json], help="compile all kernels, or read them from the cache")
     kernels.add_argument(
@@ -153,9 +158,8 @@ def run_kernels(given: argparse.Namespace) -> int:
         for name in given.products:
             checks.one_of("--products", name, tuple(gemm.PRODUCTS))
         uses = {kernel: name for name in reversed(given.products) for kernel in gemm.PRODUCTS[name].kernels()}
-    wanted = list(uses)
-    with waiting(f"compiling {len(wanted)} kernels"), ThreadPoolExecutor() as pool:  # each waits for a disassembler
-        found = list(pool.map(resources, compile_many(wanted)))
+    with waiting(f"compiling {len(uses)} kernels"), ThreadPoolExecutor() as pool:  # each waits for a disassembler
+        found = dict(zip(uses, pool.map(resources, compile_many([*uses])), strict=True))
 
     def named(kernel: Kernel) -> dict[str, str]:
         return {"product": uses[kernel], "element": kernel.element.name, "arch": kernel.arch.name}
@@ -163,26 +167,24 @@ def run_kernels(given: argparse.Namespace) -> int:
     if given.json:
         listed = [
             {**named(kernel), "entry": kernel.entry, "file": kernel.file, "macros": dict(kernel.defines), **asdict(has)}
-            for kernel, has in zip(wanted, found, strict=True)
+            for kernel, has in found.items()
         ]
         print(json.dumps(listed, indent=2))
         return 0
     rows, constants = [], {*DEVICE_CONSTANTS, "SMEM_LIMIT"}
-    for kernel, has in zip(wanted, found, strict=True):
+    for kernel, has in found.items():
         macros = " ".join(macro[2:] for macro in kernel.macros if macro[2:].split("=")[0] not in constants)
         numbers = [has.registers, has.spills, in_bytes(has.smem_bytes), has.threads, has.ctas]
         wgmma = "–" if has.wgmma is None else str(has.wgmma)
         rows.append([*named(kernel).values(), kernel.entry, *map(str, numbers), wgmma, macros])
     words = ["product", "element", "architecture", "kernel"]
     columns = [*words, "registers", "spills", "shared", "threads", "CTAs", "wgmma", "macros"]
-    note = "Registers: those a thread starts with. Spills: bytes a thread. CTAs: of a multiprocessor at a time."
-    facts = {"cache": str(cache.folder())}
     show(
         View(
             f"{len(rows)} kernels",
-            facts,
+            {"cache": str(cache.folder())},
             [Table(columns, rows, left=[*words, "macros"])],
-            note,
+            "Registers: those a thread starts with. Spills: bytes a thread. CTAs: of a multiprocessor at a time.",
         )
     )
     return 0

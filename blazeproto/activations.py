@@ -155,6 +155,11 @@ class Activation(NamedTuple):
         return 2 if self.gated else 1
 
     @property
+    def up_name(self) -> str:
+        """Hugging Face's name of the up projection's weight."""
+        return "gate_up_proj" if self.gated else "up_proj"
+
+    @property
     def values(self) -> tuple[float, ...]:
         """The parameters' values, in the order in which f takes them."""
         return tuple(parameter.value for parameter in self.parameters)

@@ -83,8 +83,7 @@ def examine() -> list[Check]:
         runs = dict(zip(wanted, pool.map(probe, wanted), strict=True))
 
     tool = runs["nvdisasm"]
-    disassembler = f"for machine code: pip install nvidia-cuda-nvdisasm{or_the_lab(major)}"
-    missing = Check("nvdisasm", "", MISSING, disassembler, needed=False)
+    by_what = f"for machine code: pip install nvidia-cuda-nvdisasm{or_the_lab(major)}" if tool.error else tool.printed
     what = "imports" if gpu else "imports; needed on a GPU alone"
     lab = f"optional, for the lab: pip install -e '.[cu{major},lab]'"
     for_kernels = "" if on_gpu else lab
@@ -100,7 +99,7 @@ def examine() -> list[Check]:
         _package("CuPy", CUPY, runs["cupy"], what, mends["cupy"], for_kernels),
         _package("Numba", ["numba-cuda"], runs["numba-cuda"], "simulates a kernel", mends["numba-cuda"], for_kernels),
         *(_package(name, [name], runs[name], "imports", _pip(name), lab) for name in optional.LAB),
-        missing if tool.error else Check("nvdisasm", "", WORKS, tool.printed, needed=False),
+        Check("nvdisasm", "", MISSING if tool.error else WORKS, by_what, needed=False),
         *(
             [_ran("kernels", "", runs["kernels"], "a dispatch and combine agree with their twins", mends["nvrtc"])]
             if on_gpu

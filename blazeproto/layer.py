@@ -24,7 +24,7 @@ from blazeproto.autograd.mlp import dispatched_mlp
 from blazeproto.autograd.operators import autocast_dtype, gradient_rounded
 from blazeproto.autograd.options import OPTION_NAMES, Options, documented, takes_options
 from blazeproto.autograd.ranks import Dispatcher, refuse_ranks
-from blazeproto.autograd.shared_expert import SharedExpert, up_name
+from blazeproto.autograd.shared_expert import SharedExpert
 from blazeproto.router.choices import CHOICES
 from blazeproto.router.router import check_by_token, check_takes_mask, make_router, router_keywords
 from blazeproto.router.stats import MoEStats
@@ -118,8 +118,8 @@ class MoE(nn.Module, Shown):
         self._check_router(router)
         self.router = router
 
-        up_width = d_expert * activation_named(options.activation).halves
-        self.up_name = up_name(options.activation)
+        entry = activation_named(options.activation)
+        up_width, self.up_name = d_expert * entry.halves, entry.up_name
         self.register_parameter(self.up_name, nn.Parameter(torch.empty(num_experts, up_width, d_model, **where)))
         self.down_proj = nn.Parameter(torch.empty(num_experts, d_model, d_expert, **where))
         up_bias = nn.Parameter(torch.empty(num_experts, up_width, **where)) if bias else None

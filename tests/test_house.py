@@ -255,19 +255,19 @@ def test_without_ptxsim_the_lab_says_how_to_get_it() -> None:
 
 
 CEILINGS = {
-    "blazeproto/*.py": 812,
+    "blazeproto/*.py": 809,
     "blazeproto/runtime/**/*.py": 1001,
     "blazeproto/dispatch/**/*.py": 733,
-    "blazeproto/router/**/*.py": 2294,
+    "blazeproto/router/**/*.py": 2301,
     "blazeproto/gemm/**/*.py": 2053,
-    "blazeproto/autograd/**/*.py": 1919,
-    "blazeproto/blocksparse/**/*.py": 587,
-    "blazeproto/distributed/**/*.py": 503,
-    "blazeproto/integrations/**/*.py": 320,
+    "blazeproto/autograd/**/*.py": 1854,
+    "blazeproto/blocksparse/**/*.py": 586,
+    "blazeproto/distributed/**/*.py": 470,
+    "blazeproto/integrations/**/*.py": 300,
     "blazeproto/lab/**/*.py": 2845,
     "ptxsim/*.py": 2900,
-    "scripts/**/*.py": 10484,
-    "tests/**/*.py ptxsim/tests/**/*.py": 26797,
+    "scripts/**/*.py": 10485,
+    "tests/**/*.py ptxsim/tests/**/*.py": 26804,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 4796,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

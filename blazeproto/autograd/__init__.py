@@ -1,9 +1,8 @@
 """What is saved, what is recomputed, in which order the kernels run: the bridge to PyTorch."""
 
 from blazeproto.autograd.checkpoint import checkpoint_contexts, checkpoint_policy
-from blazeproto.autograd.grouped import grouped_experts
 from blazeproto.autograd.low_rank import LowRank
-from blazeproto.autograd.mlp import moe_mlp, quantize_weights
+from blazeproto.autograd.mlp import grouped_experts, moe_mlp, quantize_weights
 from blazeproto.autograd.options import Options
 from blazeproto.autograd.policy import SavePolicy, saved_bytes
 from blazeproto.autograd.ranks import Arrived, Dispatcher

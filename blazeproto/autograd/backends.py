@@ -4,43 +4,31 @@
 and every operator of one layer answers alike.
 """
 
-import importlib
 import warnings
 from functools import cache, lru_cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from blazeproto.autograd.step import Backend
+from blazeproto.autograd import hopper_backend, torch_backend
+from blazeproto.autograd.call import Backend
 from blazeproto.gemm.tiles import CHUNK, MAX_EXPERTS
 from blazeproto.runtime import arch, optional
 
 
 @lru_cache(maxsize=1024)
-def backend_on(
-    name: str, device: torch.device, dtype: torch.dtype, num_experts: int, *widths: int, precision: str = "bf16"
-) -> Backend:
+def backend_on(name: str, device: torch.device, dtype: torch.dtype, num_experts: int, *widths: int) -> Backend:
     """The backend for tensors of this device and dtype, E experts, d and n. ValueError: "hopper" was asked for and cannot
     run; it says what is missing."""
     missing = "" if name == "torch" else missing_for_kernels(device, dtype, num_experts, *widths)
     if missing and name == "hopper":
         raise ValueError(f'backend: expected one that can run here, got "hopper", which needs {missing}')
-    if precision != "bf16":
-        fp8 = importlib.import_module("blazeproto.autograd.fp8_backend")
-        return cast(Backend, (fp8.Hopper if missing is None else fp8.Plain)())
-    return _backend(hopper=missing is None)
+    return hopper_backend if missing is None else torch_backend
 
 
 def dispatch_backend(name: str, device: torch.device) -> Backend:
     """The backend that builds the dispatch of tensors on ``device``, whatever the products' dtype and widths."""
-    return _backend(hopper=has_dispatch_kernels(name, device))
-
-
-@cache
-def _backend(*, hopper: bool) -> Backend:
-    if hopper:
-        return cast(Backend, importlib.import_module("blazeproto.autograd.hopper_backend"))
-    return cast(Backend, importlib.import_module("blazeproto.autograd.torch_backend"))
+    return hopper_backend if has_dispatch_kernels(name, device) else torch_backend
 
 
 def has_dispatch_kernels(backend: str, device: torch.device) -> bool:
@@ -93,3 +81,15 @@ def _missing_on_device(index: int) -> str | None:
             warnings.warn(f"backend: the kernels of Hopper GPUs need {lacks}", stacklevel=2)
             return lacks
     return None
+
+
+def __getattr__(name: str) -> Any:
+    """HOPPER_CAPABILITY: an old name, to be removed after one release."""
+    if name != "HOPPER_CAPABILITY":
+        raise AttributeError(f"module 'blazeproto.autograd.backends' has no attribute {name!r}")
+    warnings.warn(
+        "blazeproto.autograd.backends.HOPPER_CAPABILITY is blazeproto.runtime.arch.HOPPER.capabilities[0] now",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return arch.HOPPER.capabilities[0]

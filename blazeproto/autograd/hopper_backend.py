@@ -1,6 +1,6 @@
 """The expert MLP on a Hopper GPU: the launches of ``blazeproto.gemm``, with outputs and workspaces allocated by torch.
 
-A `blazeproto.autograd.step.Backend`, whose docstrings give the shapes. ``moe_mlp`` has checked the arguments, so the
+A `blazeproto.autograd.call.Backend`, whose docstrings give the shapes. ``moe_mlp`` has checked the arguments, so the
 kernels are launched without another check. Nothing here outlives the call: no pointer, no view, so weights may move between
 forward and backward. An array that is not contiguous or not 16-byte aligned is copied.
 
@@ -10,6 +10,16 @@ place (`column_slices`); or they are not made, and the products add to the token
 
     act ──> Y[:, 0:1024] ──combine──> out[:, 0:1024]
         ──> Y[:, 1024:2048] ────────> out[:, 1024:2048]     …  where d is 4096
+
+The operands are bf16, or e4m3 with ``precision="fp8"`` (`blazeproto.gemm.recipe`). Then tokens and weights are `Quantized`, and
+H, act, dH and A' are records (`records`) of rows that are quantized in blocks of 128. Tokens are quantized, each by itself, where
+they are used; a weight, 128 x 128 together, in forward in both orders, or each order before its product
+(`Options.keep_transposed`), unless the caller has kept it (`QuantizedWeights`). The checks refuse biases, low-rank factors and
+other sums than `combine`'s.
+
+    x ─q─> [ up ] ─> H_q, act_q ─> [ down ] ─> Y ─combine─> out        saved: X, H_q, S, indices
+    dO ─q─> [ down^T ] ─> dH_q, A'_q, dS      dH_q ─> [ up^T ] ─> dX~ ─combine─> dX
+    dH_q, x_q turned ─> dW_up                 dO_q, A'_q turned ─> dW_down, when dH_q is gone
 """
 
 from collections.abc import Sequence
@@ -20,16 +30,20 @@ import torch
 from torch import Tensor
 
 from blazeproto.activations import activation_named
+from blazeproto.autograd.call import BackendStep, OuterSum
 from blazeproto.autograd.low_rank import LowRows
-from blazeproto.autograd.operators import cast
-from blazeproto.autograd.step import BackendStep, OuterSum
+from blazeproto.autograd.operators import cast, ready
+from blazeproto.autograd.records import new_quantized, new_rows, rows_in, width_of
 from blazeproto.dispatch.build import fill_dispatch
 from blazeproto.dispatch.structures import Addresses, Dispatch, addresses
 from blazeproto.gemm import down_backward as down_act
-from blazeproto.gemm import fused, linear, reduce, up, weight
-from blazeproto.gemm.combine import column_slices
+from blazeproto.gemm import fused, linear, quantize, reduce, up, weight, weight_fp8
+from blazeproto.gemm.combine import column_slices, in_slices
 from blazeproto.gemm.combine import launch as launch_combine
-from blazeproto.gemm.rows import LowRankTerm
+from blazeproto.gemm.e4m3 import Quantized
+from blazeproto.gemm.quantize import OnStream
+from blazeproto.gemm.recipe import FP8
+from blazeproto.gemm.rows import LowRankTerm, shape_of
 from blazeproto.gemm.tiles import ALIGNMENT, FACTOR_GRADIENT, FACTOR_ROWS, TILES
 from blazeproto.runtime.arrays import current_stream
 
@@ -48,88 +62,93 @@ def rows_of(dispatch: Dispatch) -> Addresses:
     return at
 
 
-def up_forward(step: BackendStep, x: Tensor, h: Tensor | None, act: Tensor | None) -> tuple[Tensor, Tensor]:
-    num_rows, up_width, activation = step.rows.num_rows, step.weight.shape[1], step.activation
-    h = x.new_empty(num_rows, up_width) if h is None else h
-    act = x.new_empty(num_rows, up_width // activation_named(activation).halves) if act is None else act
-    bias = None if step.bias is None else ready(cast(step.bias, x.dtype))
+def up_forward(step: BackendStep, x: Tensor | Quantized, h: Tensor | None, act: Tensor | None) -> tuple[Tensor, Tensor]:
+    num_rows, up_width, activation = step.rows.num_rows, shape_of(step.weight)[1], step.activation
+    h = _new_rows(x, num_rows, up_width) if h is None else h
+    act = _new_rows(x, num_rows, up_width // activation_named(activation).halves) if act is None else act
     # Names keep copies alive until the launch is in the stream.
-    x, (up_proj, transposed) = ready(x), _as_it_lies(step.weight)
-    added = _low_rank(step.low, turned=transposed)
-    up.launch(x, up_proj, step.rows, activation=activation, transposed=transposed, bias=bias, low=added, h=h, act=act)
+    x, (up_proj, transposed) = operand(x), _as_it_lies(step.weight)
+    bias = None if step.bias is None else ready(cast(step.bias, h.dtype))
+    options: dict[str, Any] = {"bias": bias, "low": _low_rank(step.low, turned=transposed)}
+    places = {"h": _rows(h), "act": _rows(act)}
+    up.launch(x, up_proj, step.rows, activation=activation, transposed=transposed, **options, **places)
     return h, act
 
 
 def down_forward(step: BackendStep, act: Tensor, out: Tensor, *, overwrite_act: bool) -> None:
-    rows, (d_model, d_expert) = step.rows, step.weight.shape[1:]
+    rows, (d_model, d_expert) = step.rows, shape_of(step.weight)[1:]
     act, (down_proj, transposed), scores = ready(act), _as_it_lies(step.weight), ready(step.scores)
-    bias = None if step.bias is None else ready(cast(step.bias, act.dtype))
+    acts = _rows(act)
+    bias = None if step.bias is None else ready(cast(step.bias, out.dtype))
     if step.combine != "gather":
         sums = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-        fused.launch(act, down_proj, scores, rows, transposed=transposed, bias=bias, out_f32=sums)
+        fused.launch(acts, down_proj, scores, rows, transposed=transposed, bias=bias, out_f32=sums)
         out.copy_(sums)
         return
     # Over act, where a tile has whole rows of both: it has read its part of act before it writes the same part of Y.
-    over_act = overwrite_act and d_model == d_expert <= TILES[linear.name_of(transposed)].tile_n
+    over_act = overwrite_act and d_model == d_expert <= TILES[linear.name_of(transposed)].tile_n and acts is act
     added = _low_rank(step.low, turned=transposed)
-    for columns in column_slices(rows.num_rows, d_model, 2 * step.weight.nbytes):  # as if gated
-        y = act if over_act else act.new_empty(rows.num_rows, len(columns))
-        linear.launch(act, down_proj, rows, transposed=transposed, bias=bias, columns=columns, low=added, out=y)
+    # As if gated. In fp8 half of what bf16 has, so that Y leaves room for the weights' copies.
+    for columns in column_slices(rows.num_rows, d_model, 2 * _numbers(step.weight).nbytes):
+        y = act if over_act else out.new_empty(rows.num_rows, len(columns))
+        linear.launch(acts, down_proj, rows, transposed=transposed, bias=bias, columns=columns, low=added, out=y)
         (step.add_up or launch_combine)(y, rows, scores=scores, columns=columns, out=out)
         del y  # before the next one is allocated
 
 
 def down_backward_act(
-    step: BackendStep, needs: Sequence[bool], d_out: Tensor, h: Tensor, act: Tensor | None, *, overwrite_h: bool
+    step: BackendStep,
+    needs: Sequence[bool],
+    d_out: Tensor | Quantized,
+    h: Tensor,
+    act: Tensor | None,
+    *,
+    overwrite_h: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """One kernel makes all three, with act in its registers."""
-    d_out, (lying, transposed), h, scores = ready(d_out), _as_it_lies(step.weight), ready(h), ready(step.scores)
-    num_rows, d_expert = h.shape[0], step.weight.shape[2]
+    d_out, (lying, transposed), h, scores = operand(d_out), _as_it_lies(step.weight), ready(h), ready(step.scores)
+    of_h, activation = _rows(h), step.activation
+    num_rows, d_expert = h.shape[0], shape_of(of_h)[1] // activation_named(activation).halves
     # Over H: a tile reads its part of H before it writes the same part of dH.
     dh = h if overwrite_h else torch.empty_like(h)
-    a_scaled = h.new_empty(num_rows, d_expert)
+    a_scaled = _new_rows(of_h, num_rows, d_expert)
     d_scores = torch.empty_like(scores)
     down_act.launch(
         d_out,
         lying,
-        h,
+        of_h,
         scores,
         step.rows,
-        activation=step.activation,
+        activation=activation,
         transposed=transposed,
         low=_low_rank(step.low, turned=transposed),
-        dh=dh,
-        a_scaled=a_scaled,
+        dh=_rows(dh),
+        a_scaled=_rows(a_scaled),
         d_scores=d_scores,
         workspace=scores.new_empty(down_act.score_partials(d_expert), num_rows),
     )
     if step.bias is not None:
-        bias = ready(cast(step.bias, d_out.dtype))
+        bias = ready(cast(step.bias, h.dtype))
         reduce.launch_bias_score_grad(d_out, bias, step.rows, d_scores=d_scores)
     return dh, d_scores, a_scaled
 
 
 def up_backward_act(step: BackendStep, dh: Tensor, dx: Tensor) -> None:
-    dh, (lying, transposed), rows = ready(dh), _as_it_lies(step.weight), step.rows
+    of_dh, (lying, transposed), rows = _rows(ready(dh)), _as_it_lies(step.weight), step.rows
     added = _low_rank(step.low, turned=transposed)
     if step.combine == "fused_both":
         sums = torch.zeros(dx.shape, dtype=torch.float32, device=dx.device)
-        fused.launch_dx(dh, lying, rows, transposed=transposed, low=added, dx_f32=sums)
+        fused.launch_dx(of_dh, lying, rows, transposed=transposed, low=added, dx_f32=sums)
         dx.copy_(sums)
         return
-    for columns in column_slices(rows.num_rows, dx.shape[1], step.weight.nbytes):
+    options: dict[str, Any] = {"low": added, "transposed": not transposed}
+    if isinstance(lying, Quantized):  # the transpose
+        options = {"name": "up_backward_act"}
+    for columns in column_slices(rows.num_rows, dx.shape[1], dx.element_size() * _numbers(step.weight).numel()):
         dx_rows = dx.new_empty(rows.num_rows, len(columns))
-        linear.launch(dh, lying, rows, transposed=not transposed, columns=columns, low=added, out=dx_rows)
+        linear.launch(of_dh, lying, rows, columns=columns, out=dx_rows, **options)
         (step.add_up or launch_combine)(dx_rows, rows, columns=columns, out=dx)
         del dx_rows  # before the next one, or the weight gradient, is allocated
-
-
-def forward_weight(weight: Tensor, dtype: torch.dtype, rows: Any, kept: None, place: None = None) -> Tensor:
-    """As it is."""
-    return cast(weight, dtype)
-
-
-backward_weight = forward_weight
 
 
 def low_rank_rows(
@@ -154,6 +173,8 @@ def _low_rank(low: LowRows | None, *, turned: bool) -> LowRankTerm | None:
 
 def weight_gradient(rows: Addresses, of: OuterSum) -> Tensor:
     """A float32 gradient is the kernel's sum as it is; the others are rounded to the operands' dtype by the kernel."""
+    if isinstance(of.left, Quantized):
+        return cast(_of_quantized(rows, of), of.like.dtype)
     left, ordered, like, accumulate = ready(of.left), ready(of.ordered), of.like, of.accumulator is not None
     dtype = torch.float32 if like.dtype == torch.float32 else left.dtype
     dw = torch.empty_like(like, dtype=dtype) if of.accumulator is None else of.accumulator
@@ -167,6 +188,28 @@ def weight_gradient(rows: Addresses, of: OuterSum) -> Tensor:
     f32 = dw.dtype == torch.float32
     weight.launch(product, left, ordered, rows, dw=lying, gather=of.gather, f32=f32, accumulate=accumulate, **options)
     return dw if accumulate else cast(dw, like.dtype)
+
+
+def _of_quantized(rows: Addresses, of: OuterSum) -> Tensor:
+    """Some of a token's columns at a time, whose transpose takes at most 3/4 of the ordered rows': so a layer's peak is not
+    above bf16's (docs/fp8.md, Memory)."""
+    left, like, width, f32 = of.left, of.like, width_of(of.ordered), of.like.dtype == torch.float32
+    d_model, length = left.values.shape[1], quantize.most_blocks(rows.num_rows, rows.num_experts) * quantize.BLOCK
+    dw = torch.empty_like(like, dtype=torch.float32 if f32 else torch.bfloat16)
+    name = weight.UP if of.transposed else weight.DOWN
+    before = like.new_empty(rows.num_experts + 1, dtype=torch.int32)
+    quantize.launch_block_offsets(rows, before)
+    turned = new_quantized(like, FP8.of_dw.scale, width, length)
+    quantize.launch_transpose(rows_in(of.ordered, width), rows, before, range(width), turned, gather=False)
+    for columns in in_slices(d_model, 1 if f32 else -(-4 * d_model // (3 * width))):
+        part = new_quantized(like, FP8.of_dw.scale, len(columns), length)
+        quantize.launch_transpose(left, rows, before, columns, part, gather=True)
+        operands, first = (turned, part), (0, columns.start)
+        if not of.transposed:
+            operands, first = operands[::-1], first[::-1]
+        weight_fp8.launch(name, *operands, rows, before, dw=dw, first=first, f32=f32, accumulate=False)
+        del part, operands  # before the next one is allocated
+    return dw
 
 
 def expert_row_sum(
@@ -187,16 +230,47 @@ def expert_row_sum(
     return out
 
 
-def _as_it_lies(weight: Tensor) -> tuple[Tensor, bool]:
+# ---- operands ----------------------------------------------------------------------------------------------------
+
+
+def quantized_tokens(t: Tensor, rows: Addresses) -> Quantized:
+    tokens = new_quantized(t, FP8.x.scale, *t.shape)
+    quantize.launch_rows(ready(t), rows, tokens)
+    return tokens
+
+
+quantize_weights = quantize.launch_weights
+
+
+def place_of(t: Tensor) -> OnStream:
+    return OnStream(t.get_device(), current_stream(t))
+
+
+def operand(tokens: Tensor | Quantized) -> Any:
+    """Tokens as a launch takes them."""
+    return tokens if isinstance(tokens, Quantized) else ready(tokens)
+
+
+def _rows(t: Tensor) -> Any:
+    """Rows as a launch takes them: a record's values and scales."""
+    return rows_in(t, width_of(t)) if t.dtype == torch.uint8 else t
+
+
+def _numbers(of: Tensor | Quantized) -> Tensor:
+    numbers: Tensor = of.values if isinstance(of, Quantized) else of
+    return numbers
+
+
+def _new_rows(like: Tensor | Quantized, num_rows: int, width: int) -> Tensor:
+    """Uninitialised; a record where others are quantized."""
+    return new_rows(like.values, num_rows, width) if isinstance(like, Quantized) else like.new_empty(num_rows, width)
+
+
+def _as_it_lies(weight: Tensor | Quantized) -> tuple[Any, bool]:
     """A weight (E, out, in) ready for the kernels, and False; or, of a transposed view, what it is a view of, (E, in, out), and
     True."""
+    if isinstance(weight, Quantized):
+        return weight, False
     if not weight.is_contiguous() and weight.mT.is_contiguous():
         return ready(weight.mT), True
     return ready(weight), False
-
-
-def ready(t: Tensor) -> Tensor:
-    """``t`` as the kernels want it: contiguous and 16-byte aligned; a copy if it is not."""
-    if t.data_ptr() % ALIGNMENT == 0 and t.is_contiguous():
-        return t
-    return t.clone(memory_format=torch.contiguous_format)

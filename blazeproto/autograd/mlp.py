@@ -1,4 +1,5 @@
-"""``moe_mlp``: the expert MLP as a function of tensors, with a backward; `dispatched_mlp`: the same, experts on several ranks.
+"""``moe_mlp``: the expert MLP as a function of tensors, with a backward; `dispatched_mlp`: the same, experts on several ranks;
+`grouped_experts`: experts on rows that have arrived, with their counts, as programs have them that move tokens themselves.
 
 One autograd node. Forward is one operator. The steps of backward (double boxes) are calls of another, where a compiler, a
 profiler or a mode sees them. What the node saves is listed between them.
@@ -26,29 +27,34 @@ activation.
 
     dOB = dO B_down     dH, dS, S act <── dO W_down + dOB A_down     dA_down = dOB^T (S act)     dB_down = dO^T (S act A_down^T)
     dHB = dH B_up       dX            <── dH W_up   + dHB A_up       dA_up   = dHB^T X           dB_up   = dH^T XA
+
+To the operators a row that has arrived is a token with one expert and a score of 1: the dispatch has K = 1, its lists count up,
+and it is made of the counts without waiting for the device. Padding belongs to no expert.
+
+    x (R, d)    | rows of expert 0 | rows of expert 1 | ... | padding |      counts (E,), on the device, say where each ends
 """
 
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from blazeproto.autograd import chunks, node
 from blazeproto.autograd.backends import backend_on
 from blazeproto.autograd.call import Beside, ExpertsCall, How, Parameters, pack
-from blazeproto.autograd.checks import check_choice, check_dense, check_dtype, check_experts
+from blazeproto.autograd.checks import check_choice, check_counts, check_dense, check_dtype, check_experts
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for
 from blazeproto.autograd.low_rank import LowRank, padded, rank_of, tensors_of
 from blazeproto.autograd.operators import (
     as_experts_see,
     autocast_dtype,
-    cast,
     dense,
     on_another_gpu,
     without_autocast,
 )
-from blazeproto.autograd.options import Options, merged, takes_options
+from blazeproto.autograd.options import DEFAULTS, Options, merged, takes_options
 from blazeproto.autograd.private import refuse_transforms, unobserved
 from blazeproto.autograd.ranks import ALONE, Dispatcher, PeersNamed, check_dispatcher, local
 from blazeproto.autograd.records import QuantizedWeights, made_of, records_of
@@ -134,14 +140,12 @@ def moe_mlp(
     choice = (topk_experts, dispatch, pair_tokens, token_offsets)
     places = None if peers is None else peers.places
     check_choice(x, scores, *choice, num_experts=num_experts, options=options, num_tokens=places)
-    device_type, wide = x.device.type, x.dtype == torch.float64
-    if not wide:  # which autocast leaves alone everywhere
-        x = cast(x, autocast_dtype(device_type) or x.dtype)
+    x, scores = as_experts_see(x, scores)
     if quantized is not None:
         kept = records_of(quantized, x.dtype, (gate_up_proj, down_proj), options.precision)
         options = replace(options, keep_transposed=False)  # there they are
-    with without_autocast(device_type):
-        scores = cast(scores, torch.float64 if wide else torch.float32).contiguous()
+    with without_autocast(x.device.type):
+        scores = scores.contiguous()
         parameters = operator_tensors(x, (gate_up_proj,), *weights, scores)
         direct = unobserved((*parameters, topk_experts, pair_tokens, token_offsets)) and not on_another_gpu(x)
         chunk_tokens = WHOLE
@@ -169,6 +173,73 @@ def moe_mlp(
         how = how_of(options, parameters, dispatch.top_k or 0, chunk_tokens, exchange)
         call = ExpertsCall(parameters, Beside(*kept, ranks), dispatch, how)
         return node.experts.entry(parameters, unobserved=direct)(*pack(call))[0]
+
+
+@takes_options("row_capacity", "workspace_bytes", "validate")
+def grouped_experts(
+    x: Tensor,
+    gate_up_proj: Tensor | tuple[Tensor, Tensor],
+    down_proj: Tensor,
+    counts: Tensor,
+    *,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    up_factors: LowRank | None = None,
+    down_factors: LowRank | None = None,
+    options: Options | None = None,
+    **keywords: Any,
+) -> Tensor:
+    """out_r = MLP_e(x_r), e being the expert of row r. MoEBlaze §2.1, without its sum over experts.
+
+    On a GPU the host waits for nothing. Autocast changes nothing.
+
+    Args:
+        x: (R, d) rows by expert, bfloat16, float16, float32 or float64. Rows beyond the counts are padding: whatever is in them,
+            their output and their gradient are zero.
+        gate_up_proj: (E, 2n, d) or (E, n, d), of x's dtype or, unless that is float64, float32, in the layouts of `moe_mlp`;
+            or a pair (gate, up), (E, n, d) each, of one dtype. A pair is joined for forward and again for backward, and what is
+            saved between the two is the pair itself, so that a layer which FSDP has sharded again keeps no copy.
+        down_proj: (E, d, n), of any dtype that gate_up_proj may have.
+        counts: (E,) rows of each expert, int32 or int64, on x's device. Their values are trusted not to be negative; of more
+            than R rows those past R are left out.
+        up_bias: (E, 2n) or (E, n), of any dtype that gate_up_proj may have.
+        down_bias: (E, d), of any dtype that gate_up_proj may have.
+        up_factors, down_factors: as in `moe_mlp`.
+        options: an `Options`, in place of the keywords below; a keyword that is given too replaces its field.
+        keywords: the fields of `Options`.
+
+    Returns:
+        (R, d) in the dtype of ``x``.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; it is named, with what was expected and what came, and
+            nothing has been launched.
+        RuntimeError: on a double backward.
+    """
+    options = merged("grouped_experts", options, keywords)
+    for name in ("row_capacity", "workspace_bytes", "validate"):
+        expected, got = getattr(DEFAULTS, name), getattr(options, name)
+        if got != expected:
+            raise ValueError(f"{name}: expected {expected} for rows that have arrived, got {got}")
+    up = gate_up_proj if isinstance(gate_up_proj, tuple) else (gate_up_proj,)
+    weights = (down_proj, up_bias, down_bias, up_factors, down_factors)
+    factors = tensors_of(up_factors, down_factors)
+    refuse_transforms("grouped_experts", (x, *up, down_proj, up_bias, down_bias, *factors))
+    check_dense("down_proj", down_proj)
+    num_experts = len(down_proj) if down_proj.dim() else 0
+    with without_autocast(x.device.type if isinstance(x, Tensor) else "cpu"):
+        check_experts(x, up, *weights, num_experts=num_experts, options=options, rows="R")
+        check_counts(x, counts, num_experts)
+        # A dispatcher with a fixed capacity drops rows that don't fit, and still counts them.
+        ends = counts.cumsum(0, dtype=torch.int64).clamp_max(x.shape[0]).to(torch.int32)
+        places = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+        places = places.masked_fill(places >= ends[-1], -1)
+        scores = x.new_ones(x.shape[0], 1, dtype=torch.promote_types(x.dtype, torch.float32))
+        parameters = operator_tensors(x, up, *weights, scores)
+        dispatch = Dispatch(places, F.pad(ends, (1, 0)), places, None, num_experts, 1, x.shape[0])
+        call = ExpertsCall(parameters, Beside(), dispatch, how_of(options, parameters, 1, WHOLE, ""))
+        alone = unobserved((*parameters, counts)) and not on_another_gpu(x)
+        return node.experts.entry(parameters, unobserved=alone)(*pack(call))[0]
 
 
 def operator_tensors(
@@ -208,11 +279,11 @@ def dispatched_mlp(
     topk_experts: Tensor,
     *,
     num_experts: int,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
     options: Options,
-    pair_tokens: Tensor | None,
-    token_offsets: Tensor | None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    pair_tokens: Tensor | None = None,
+    token_offsets: Tensor | None = None,
     up_factors: LowRank | None = None,
     down_factors: LowRank | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -286,6 +357,5 @@ def quantize_weights(
         x = torch.empty(0, down_proj.shape[1], dtype=dtype, device=down_proj.device)
         options = Options(backend=backend, precision="fp8")
         check_experts(x, (gate_up_proj,), down_proj, *[None] * 4, num_experts=len(down_proj), options=options)
-        made: Any = backend_on(backend, x.device, dtype, *down_proj.shape, precision="fp8")
-        up, down = (made.keep(weight, dtype) for weight in (gate_up_proj, down_proj))
-    return made_of(gate_up_proj, down_proj, up, down, dtype)
+        made = backend_on(backend, x.device, dtype, *down_proj.shape)
+        return made_of(gate_up_proj, down_proj, dtype, made)

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blazeproto.autograd import flops
 from blazeproto.autograd.call import (
     FIELDS,
     SCHEMA,
@@ -44,7 +43,7 @@ from blazeproto.autograd.policy import Saved, places
 from blazeproto.autograd.private import graph_is_kept, hooks_see_saved_tensors, release_saved_tensors, unobserved
 from blazeproto.autograd.ranks import EXCHANGES
 from blazeproto.autograd.records import new_rows
-from blazeproto.autograd.steps import MAKES, down_last, steps_of, wanted
+from blazeproto.autograd.steps import MAKES, backward_flops, forward_flops, steps_of, wanted
 
 
 def forward(ctx: Any, *packed: Any) -> tuple[Tensor | None, ...]:
@@ -65,7 +64,7 @@ def backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, .
     """Procedure FusedBackward: a gradient for each argument of forward. ctx: the autograd node, or a `Batch` in an operator."""
     batch = ctx if isinstance(ctx, Batch) else _opened(ctx, d_out)  # 16: dY_out, W_1, W_2, W_3
     for steps in batch.chunks(d_out):
-        saved, last = steps.held.pop(), down_last(steps.call)  # 22: Load A, B
+        saved, last = steps.held.pop(), steps.call.quantized  # 22: Load A, B
         dh, a_scaled, d_scores, xa, *low = steps.down_backward(d_out, saved)  # 20-28, 4-9: dA, dB, with H again
         up_t = saved.up_t  # 30: W_1^T and W_2^T, where they are quantized
         del saved
@@ -186,7 +185,7 @@ experts = define(
     setup=_setup,
     backward=backward,
     forward=forward,
-    flops=flops.experts,
+    flops=forward_flops,
 )(partial(forward, None))
 """A packed `ExpertsCall` -> out (T, d), and `Saved`."""
 
@@ -222,13 +221,13 @@ def _step_fake(name: str, needs: Sequence[bool], given: Sequence[Tensor | None],
     for names, factor in ((("xa", "dh_b"), p.up_a), (("d_out_b", "act_a"), p.down_a)):
         widths |= dict.fromkeys(names, 0 if factor is None else factor.shape[1])
     wants = zip(MAKES[name], wanted(name, call, Parameters(*needs)), strict=True)
-    rows: Any = partial(new_rows, p.x) if call.how.options.precision != "bf16" else p.x.new_empty
+    rows: Any = partial(new_rows, p.x) if call.quantized else p.x.new_empty
     makers = {name: partial(rows, num_rows, width) for name, width in widths.items()}
     return [makers[made]() if made in makers else torch.empty_like(getattr(p, made)) for made, want in wants if want]
 
 
 @define(
-    f"moe_backward(str step, bool[] needs, Tensor?[] given, {SCHEMA}) -> Tensor[]", _step_fake, flops=flops.backward
+    f"moe_backward(str step, bool[] needs, Tensor?[] given, {SCHEMA}) -> Tensor[]", _step_fake, flops=backward_flops
 )
 def step(name: str, needs: Sequence[bool], given: Sequence[Any], *packed: Any) -> list[Tensor | None]:
     """A step of `Steps`, or ``backward``, all of them in chunks.  needs: `Parameters`.  given: the step's tensors, `Saved` one

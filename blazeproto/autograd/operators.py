@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from blazeproto.gemm.tiles import ALIGNMENT
+
 # Beside torch's own record of the operators, where modules that are executed again (importlib.reload) find them.
 OPERATORS: dict[str, "Operator"] = vars(torch.ops.blazeproto).setdefault("operators", {})
 CHOOSING: set[Any] = vars(torch.ops.blazeproto).setdefault("choosing", set())
@@ -155,6 +157,13 @@ def on_another_gpu(t: Tensor | None) -> bool:
 def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     """``t.to(dtype)``, which takes a microsecond to find that there is nothing to do."""
     return t if t.dtype == dtype else t.to(dtype)
+
+
+def ready(t: Tensor) -> Tensor:
+    """``t`` as the kernels want it: contiguous and 16-byte aligned; a copy if it is not."""
+    if t.data_ptr() % ALIGNMENT == 0 and t.is_contiguous():
+        return t
+    return t.clone(memory_format=torch.contiguous_format)
 
 
 def narrow_ids(experts: Tensor) -> Tensor:

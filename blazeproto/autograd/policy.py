@@ -55,7 +55,7 @@ def places(call: Any) -> Saved:
     p, how, num_rows = call.p, call.how, call.dispatch.expert_pair_indices.shape[0]
     if how.save == SavePolicy.RECOMPUTE:
         return Saved()
-    if how.options.precision != "bf16":
+    if call.quantized:
         shapes = (
             (len(p.down_proj), call.up_width, p.x.shape[1]),
             p.down_proj.shape,

@@ -76,15 +76,27 @@ def hooks_see_saved_tensors() -> bool:
     return not AVAILABLE or _top_saved_tensors_default_hooks(False) is not None
 
 
-def saved_tensors_hooks() -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
-    """The hooks that are given what autograd nodes save, and give it back: the innermost pair first."""
-    pairs: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
+_Hooks = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+@contextmanager
+def _hooks_put_aside() -> Iterator[list[_Hooks]]:
+    """The hooks of saved tensors, which are not called inside: the innermost pair first."""
+    pairs: list[_Hooks] = []
     while AVAILABLE and (pair := _top_saved_tensors_default_hooks(False)) is not None:
         pairs.append(pair)
         _pop_saved_tensors_default_hooks()
-    for pair in reversed(pairs):
-        _push_saved_tensors_default_hooks(*pair)
-    return pairs
+    try:
+        yield pairs
+    finally:
+        for pair in reversed(pairs):
+            _push_saved_tensors_default_hooks(*pair)
+
+
+def saved_tensors_hooks() -> list[_Hooks]:
+    """The hooks that are given what autograd nodes save, and give it back: the innermost pair first."""
+    with _hooks_put_aside() as pairs:
+        return pairs
 
 
 def graph_is_kept() -> bool:
@@ -131,7 +143,7 @@ def _transforms_let_in() -> Iterator[None]:
     if not AVAILABLE:
         yield
         return
-    excluded, hooks = _dispatch_tls_local_exclude_set(), []
+    excluded = _dispatch_tls_local_exclude_set()
     for name in (
         "FuncTorchDynamicLayerFrontMode",
         "FuncTorchDynamicLayerBackMode",
@@ -139,12 +151,5 @@ def _transforms_let_in() -> Iterator[None]:
         "ADInplaceOrView",
     ):
         excluded = excluded.remove(getattr(DispatchKey, name))
-    while (pair := _top_saved_tensors_default_hooks(False)) is not None:
-        hooks.append(pair)
-        _pop_saved_tensors_default_hooks()
-    try:
-        with _ForceDispatchKeyGuard(_dispatch_tls_local_include_set(), excluded):
-            yield
-    finally:
-        for pair in reversed(hooks):
-            _push_saved_tensors_default_hooks(*pair)
+    with _hooks_put_aside(), _ForceDispatchKeyGuard(_dispatch_tls_local_include_set(), excluded):
+        yield

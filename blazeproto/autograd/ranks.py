@@ -188,9 +188,9 @@ def local(weight: Any) -> Any:
 
 
 def own_factors(factors: LowRank | None, weight: Any) -> LowRank | None:
-    """Those of this rank's experts. weight: of the experts, sharded over E."""
-    if factors is None:
-        return None
+    """Those of this rank's experts. weight: of the experts, sharded over E, or all of them."""
+    if factors is None or not hasattr(weight, "device_mesh"):
+        return factors
     mesh, last = weight.device_mesh, weight.device_mesh.ndim - 1
     a, b = (t.chunk(mesh.size(last))[mesh.get_local_rank(last)] for t in factors)
     return LowRank(a, b)

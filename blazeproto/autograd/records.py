@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from blazeproto.autograd.operators import cast, ready
 from blazeproto.gemm.e4m3 import BLOCK, Quantized, blocks, scales_shape
 from blazeproto.gemm.tiles import ALIGNMENT
 from blazeproto.runtime.checks import instance
@@ -70,15 +71,45 @@ def width_of(record: Tensor) -> int:
     return record.shape[1] * BLOCK // (BLOCK + 4)
 
 
-def weights_in(record: Tensor, m: int, k: int) -> Quantized:
-    """Views of values and scales of one order. m, k: as that has them."""
-    return _views(record, "128x128", len(record), m, k)
+def weight_in(record: Tensor, weight: Tensor, *, transposed: bool = False) -> Quantized:
+    """Views of values and scales of a weight (E, m, k) in forward's order, a record's first, or of the transpose, its last."""
+    order, shape = (record[-1], weight.shape[:0:-1]) if transposed else (record[0], weight.shape[1:])
+    return _views(order, "128x128", len(order), *shape)
+
+
+def new_orders(
+    weight: Tensor, orders: tuple[bool, bool], place: Tensor | None = None
+) -> tuple[Tensor, Quantized | None, Quantized | None]:
+    """A record of a weight, and its orders, which one pass fills.  orders: whether forward's and the transpose are in it.
+    place: a record of its own for the transpose."""
+    record = new_weights(weight, weight.shape, sum(orders))
+    back = record if orders[1] else place
+    to = weight_in(record, weight) if orders[0] else None
+    return record, to, None if back is None else weight_in(back, weight, transposed=True)
 
 
 def _views(record: Tensor, scale: str, *shape: int) -> Quantized:
     flat, end, scales = record.view(-1), prod(shape), scales_shape(scale, shape)
     of_scales = flat[end : end + 4 * prod(scales)]
     return Quantized(flat[:end].view(torch.float8_e4m3fn).view(shape), of_scales.view(torch.float32).view(scales))
+
+
+def quantized_weight(
+    quantize: Any,
+    weight: Tensor,
+    dtype: torch.dtype,
+    at: Any,
+    kept: Tensor | None,
+    place: Tensor | None = None,
+    *,
+    transposed: bool = False,
+) -> Quantized:
+    """A weight, or its transpose, in e4m3.  quantize: a backend's ``quantize_weights``.  dtype: x's, to which it is rounded
+    first.  kept: a record that has it already.  place: a record that gets the transpose, too."""
+    if kept is None:
+        kept, *orders = new_orders(weight, (not transposed, transposed), place)
+        quantize(ready(cast(weight, dtype)), at, *orders)
+    return weight_in(kept, weight, transposed=transposed)
 
 
 # ---- kept by the caller ------------------------------------------------------------------------------------------
@@ -186,8 +217,14 @@ def records_of(
     return records
 
 
-def made_of(gate_up_proj: Tensor, down_proj: Tensor, up: Tensor, down: Tensor, dtype: torch.dtype) -> QuantizedWeights:
+def made_of(gate_up_proj: Tensor, down_proj: Tensor, dtype: torch.dtype, backend: Any) -> QuantizedWeights:
     """Both weights' records, for as long as the weights stay as they are."""
     _watch_optimizers()
-    _MADE_OF.update({up.untyped_storage(): _state(gate_up_proj), down.untyped_storage(): _state(down_proj)})
+    records = []
+    for weight in (gate_up_proj, down_proj):
+        record, *orders = new_orders(weight, (True, True))
+        backend.quantize_weights(ready(cast(weight, dtype)), backend.place_of(weight), *orders)
+        _MADE_OF[record.untyped_storage()] = _state(weight)
+        records.append(record)
+    up, down = records
     return QuantizedWeights(up, down, dtype)

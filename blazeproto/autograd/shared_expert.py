@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from blazeproto.activations import activation_named
-from blazeproto.autograd.grouped import grouped_experts
+from blazeproto.autograd.mlp import grouped_experts
 from blazeproto.autograd.operators import autocast_dtype, cast
 from blazeproto.runtime.checks import integer
 
@@ -30,9 +30,9 @@ class SharedExpert(nn.Module):
         integer("d_model", d_model, least=1)
         integer("d_shared", d_hidden, least=1)
         self.activation = activation
-        self.up_name = up_name(activation)
-        up_width = d_hidden * activation_named(activation).halves
-        weights = {self.up_name: (up_width, d_model), "down_proj": (d_model, d_hidden)}
+        entry = activation_named(activation)
+        self.up_name = entry.up_name
+        weights = {self.up_name: (d_hidden * entry.halves, d_model), "down_proj": (d_model, d_hidden)}
         for name, shape in weights.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self.reset_parameters()
@@ -58,8 +58,3 @@ class SharedExpert(nn.Module):
     def extra_repr(self) -> str:
         d_model, d_hidden = self.down_proj.shape
         return f"d_model={d_model}, d_hidden={d_hidden}, activation={self.activation}"
-
-
-def up_name(activation: str) -> str:
-    """Hugging Face's name of the up projection's weight."""
-    return "gate_up_proj" if activation_named(activation).gated else "up_proj"

@@ -4,21 +4,21 @@ A step makes what belongs to a weight's bias and low-rank factors too. It return
 for it. `node.Operators` has the same steps as calls of an operator.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from blazeproto.autograd.backends import backend_on
-from blazeproto.autograd.call import ExpertsCall, Parameters
+from blazeproto.autograd.call import FIELDS, Backend, BackendStep, ExpertsCall, OuterSum, Parameters, first
 from blazeproto.autograd.chunks import WHOLE, Chunk, chunks_of, take
 from blazeproto.autograd.operators import cast
 from blazeproto.autograd.policy import Saved, SavePolicy
 from blazeproto.autograd.ranks import EXCHANGES
-from blazeproto.autograd.records import check_unchanged
-from blazeproto.autograd.step import Backend, BackendStep, OuterSum
+from blazeproto.autograd.records import check_unchanged, quantized_weight
 
 MAKES = {
     "down_backward": ("dh", "a_scaled", "scores", "xa", "d_out_b", "act_a"),
@@ -48,30 +48,29 @@ def needs_of_up(needs: Parameters) -> tuple[Any, ...]:
     return needs.x, needs.up_proj, needs.up_bias, needs.up_a, needs.up_b
 
 
-def down_last(call: ExpertsCall) -> bool:
-    """Whether dW_down is made when dH is gone, beside which its transposed operands would be the peak."""
-    return call.how.options.precision != "bf16"
-
-
 def steps_of(call: ExpertsCall, needs: Any = None, sums: Any = None, *, overwrite_h: bool = False) -> Iterator["Steps"]:
     """The steps of each chunk. needs: which gradients are needed; None in forward, which checks kept records of weights.
     sums: where chunks' gradients are summed."""
     p, beside, dispatch, how = call
-    sizes, precision = p.down_proj.shape, how.options.precision
-    backend = backend_on(how.options.backend, p.x.device, p.x.dtype, *sizes, precision=precision)
+    backend = backend_on(how.options.backend, p.x.device, p.x.dtype, *p.down_proj.shape)
     for kept, weight in ((beside.up_kept, p.up_proj), (beside.down_kept, p.down_proj)):
         if kept is not None and needs is None:
             check_unchanged(kept, weight, copies=True)
-    weights = backend.forward_weight, backend.backward_weight
-    if how.chunk_tokens != WHOLE:  # as each product of each chunk takes them, so the cast ones are kept
-        weights = partial(_once, {}, backend.forward_weight), partial(_once, {}, backend.backward_weight)
+    prepare: Any = partial(quantized_weight, backend.quantize_weights) if call.quantized else _in_dtype
+    if how.chunk_tokens != WHOLE:  # each product of each chunk takes the same weights, so the cast ones are kept
+        prepare = partial(_once, {}, prepare)
     for chunk in chunks_of(dispatch, how.chunk_tokens):
-        yield Steps(call, chunk, backend, weights, needs, sums, overwrite_h)
+        yield Steps(call, chunk, backend, prepare, needs, sums, overwrite_h)
 
 
-def _once(made: dict[int, Any], prepare: Any, weight: Tensor, *how: Any) -> Any:
+def _in_dtype(weight: Tensor, dtype: torch.dtype, *_: Any, **__: Any) -> Tensor:
+    """What `quantized_weight` is where nothing is quantized."""
+    return cast(weight, dtype)
+
+
+def _once(made: dict[int, Any], prepare: Any, weight: Tensor, *how: Any, **options: Any) -> Any:
     if id(weight) not in made:
-        made[id(weight)] = prepare(weight, *how)
+        made[id(weight)] = prepare(weight, *how, **options)
     return made[id(weight)]
 
 
@@ -83,14 +82,20 @@ class Steps:
         call: ExpertsCall,
         chunk: Chunk,
         backend: Backend,
-        weights: tuple[Any, Any],
+        prepare: Any,
         needs: Any,
         sums: Any,
         overwrite_h: bool,
     ) -> None:
-        """weights: the backend's `forward_weight` and `backward_weight`.  overwrite_h: whether dH may lie over H."""
-        self.forward_weight, self.backward_weight = weights
-        self.call, self.chunk, self.backend = call, chunk, backend
+        """prepare: makes a weight what products take, as `quantized_weight` does.
+        overwrite_h: whether dH may lie over H."""
+        self.call, self.chunk, self.backend, self.prepare, self.quantized = (
+            call,
+            chunk,
+            backend,
+            prepare,
+            call.quantized,
+        )
         self.exchange: Any = EXCHANGES.get(call.how.exchange)
         self.needs, self.sums, self.overwrite_h = needs, sums, overwrite_h
         self.rows, self.dtype = backend.rows_of(chunk.dispatch), call.p.x.dtype
@@ -101,18 +106,19 @@ class Steps:
         self.combined: Any = {"combine": call.how.options.combine, "add_up": add_up}
 
     def load(self, t: Any) -> Any:
-        """The tokens (T, d) whose rows are here: a chunk's, or what an exchange brings, until it brings another."""
+        """The tokens (T, d) whose rows are here, as products take them: a chunk's, or what an exchange brings, until it brings
+        another."""
         if self.loaded[0] is not t:
             here = take(t, self.chunk.tokens).contiguous()  # out.sum() delivers a gradient of stride 0
             self.loaded = t, self.exchange.send(here, self.call.beside.token_ranks) if self.exchange else here
-        return self.loaded[1]
+        return self.backend.quantized_tokens(self.loaded[1], self.rows) if self.quantized else self.loaded[1]
 
     # ---- forward -------------------------------------------------------------------------------------------------
 
     def up(self, x: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Any]:
         """x as `load` gives it -> H, act and X A_up^T (R, r), in the places that ``saved`` has."""
         p, rows = self._joined() if self.needs else self.call.joined().p, self.chunk.rows
-        weight = self.forward_weight(p.up_proj, self.dtype, self.rows, self.call.beside.up_kept, saved.up_t)
+        weight = self.prepare(p.up_proj, self.dtype, self.rows, self.call.beside.up_kept, saved.up_t)
         low = self._low(x, p.up_a, p.up_b, gather=True, out=take(saved.xa, rows))
         step = BackendStep(self.rows, weight, p.up_bias, low, activation=self.call.how.options.activation)
         return *self.backend.up_forward(step, x, take(saved.h, rows), take(saved.act, rows)), low and low[0]
@@ -120,7 +126,7 @@ class Steps:
     def down(self, act: Tensor, out: Tensor | None, saved: Saved) -> Tensor:
         """-> out (T, d), all of it, made where it is None; act A_down^T in its place."""
         p = self.call.p
-        weight = self.forward_weight(p.down_proj, self.dtype, self.rows, self.call.beside.down_kept, saved.down_t)
+        weight = self.prepare(p.down_proj, self.dtype, self.rows, self.call.beside.down_kept, saved.down_t)
         low = self._low(act, p.down_a, p.down_b, gather=False, out=take(saved.act_a, self.chunk.rows))
         out = torch.empty_like(p.x) if out is None else out
         step = BackendStep(self.rows, weight, p.down_bias, low, self.scores, **self.combined)
@@ -140,12 +146,12 @@ class Steps:
         if again := h is None:
             h, act, xa = self.up(self.load(p.x), Saved())
             act_a = self._low(act, p.down_a, p.down_b, gather=False)[0] if needs.down_b else None
-            act = act if self.backend.READS_ACT else None
+            act = act if self.backend.READS_ACT and not self.quantized else None
         if any(wants):
             d_out = self.load(d_out)
             low = self._low(d_out, p.down_b, p.down_a, gather=True, transposed=True)
             kept = self.call.beside.down_kept if saved.down_t is None else saved.down_t
-            weight = self.backward_weight(p.down_proj, self.dtype, self.rows, kept)
+            weight = self.prepare(p.down_proj, self.dtype, self.rows, kept, transposed=True)
             bias, activation = p.down_bias if needs.scores else None, self.call.how.options.activation
             step, over = BackendStep(self.rows, weight, bias, low, self.scores, activation), self.overwrite_h or again
             dh, d_scores, a_scaled = self.backend.down_backward_act(step, wants, d_out, h, act, overwrite_h=over)
@@ -154,7 +160,7 @@ class Steps:
         if needs.down_b:
             pairs = self.chunk.dispatch.expert_pair_indices.clamp_min(0)  # rows past the last get a score that exists
             act_a = (act_a * self.scores.reshape(-1, 1).index_select(0, pairs)).to(self.dtype)
-        if down_last(self.call):
+        if self.quantized:
             self.loaded = None, None
         return dh if wants[0] else None, a_scaled if wants[2] else None, d_scores, xa, low and low[0], act_a
 
@@ -178,7 +184,7 @@ class Steps:
         if needs.x:
             p = self._joined()
             kept = self.call.beside.up_kept if up_t is None else up_t
-            weight = self.backward_weight(p.up_proj, self.dtype, self.rows, kept)
+            weight = self.prepare(p.up_proj, self.dtype, self.rows, kept, transposed=True)
             dx = torch.empty_like(p.x) if self.sums is None else take(self.sums.x, self.chunk.tokens)
             self.backend.up_backward_act(BackendStep(self.rows, weight, None, low, **self.combined), dh, dx)
         return dx, low and low[0]
@@ -221,3 +227,50 @@ class Steps:
         p, accumulator = self.call.p, self.sums and getattr(self.sums, name)
         made = self.backend.expert_row_sum(values, len(p.down_proj), self.rows, scores, accumulator)
         return made if self.sums else cast(made, getattr(p, name).dtype)
+
+
+# ---- operations --------------------------------------------------------------------------------------------------
+# Of each operator, for `torch.utils.flop_counter.FlopCounterMode`: two for each multiplication with a sum.
+#
+#     forward    2 R (G n d + n d)       that is 6 T K n d with a gate      MoEBlaze §2.1
+#     backward   twice that, and 2 R G n d where H is made again; for a frozen weight, half of its share
+#
+# R is the number of rows, which counts places that no pair takes (sentinels, unused capacity). Low-rank factors add a product of
+# their own sizes beside each product of their weight. Shapes stand for tensors here: so torch calls a formula.
+
+Shape = Sequence[int]
+
+
+def _read(packed: Sequence[Any]) -> tuple[Parameters, int]:
+    """The shapes of a packed call, and R."""
+    named = dict(zip(FIELDS, packed, strict=True))
+    return first(Parameters, packed), named["expert_pair_indices"][0]
+
+
+def _of_all_rows(num_rows: int, *weights: Any) -> int:
+    """Every row with its expert's matrix; a gradient of the matrix takes as much. weights: (E, rows, columns)."""
+    return sum(2 * num_rows * prod(weight[1:]) for weight in weights if weight is not None)
+
+
+def forward_flops(*packed: Any, **out: Any) -> int:
+    """Forward: H and Y, each with what two factors add."""
+    p, num_rows = _read(packed)
+    return _of_all_rows(num_rows, p.up_proj, p.up_rest, p.up_a, p.up_b, p.down_proj, p.down_a, p.down_b)
+
+
+def backward_flops(step: str, needs: Sequence[bool], given: Sequence[Shape | None], *packed: Any, **out: Any) -> int:
+    """A step's: dA' for dH and dS, dX, and the gradients of weights and factors; H, if it was not saved."""
+    (p, num_rows), need, products = _read(packed), Parameters(*needs), list[Any]()
+    whole, again = step == "backward", SavePolicy.RECOMPUTE in packed
+    if whole or step == "down_backward":
+        products += [p.up_proj, p.up_a, p.up_b, need.down_b and p.down_a] if again else []
+        of_rows = any(needs_of_up(need)) or need.scores
+        products += [p.down_proj, p.down_a] if of_rows else []
+        products += [p.down_b] if of_rows or need.down_a else []
+    if whole or step == "up_backward":
+        products += [p.up_proj, p.up_a] if need.x else []
+        products += [p.up_b] if need.x or need.up_a else []
+    for part in ("down", "up"):
+        if whole or step == f"{part}_gradients":
+            products += [getattr(p, f"{part}_{name}") for name in ("proj", "a", "b") if getattr(need, f"{part}_{name}")]
+    return _of_all_rows(num_rows, *(each for each in products if each))

@@ -1,7 +1,10 @@
 """The products of the expert MLP with plain torch operations: any device, any floating dtype.
 
-This is the ``backend="torch"``, a `blazeproto.autograd.step.Backend`, whose docstrings give the shapes. Each product is its
+This is the ``backend="torch"``, a `blazeproto.autograd.call.Backend`, whose docstrings give the shapes. Each product is its
 formula (`blazeproto.gemm.product.Product.spec`), computed by `torch_formulas`, whose docstring says what is rounded.
+
+With ``precision="fp8"`` it computes what the kernels do, of numbers in x's dtype that are e4m3 times their scales: weights are
+`Quantized`, and H, act, dH and A' are records, as `hopper_backend` has them.
 """
 
 from collections.abc import Sequence
@@ -10,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blazeproto.autograd.operators import cast
-from blazeproto.autograd.step import BackendStep, OuterSum
+from blazeproto.autograd.call import BackendStep, OuterSum
+from blazeproto.autograd.records import new_rows, rows_in, width_of
 from blazeproto.autograd.torch_formulas import Torch, outputs
 from blazeproto.dispatch.structures import Dispatch
 from blazeproto.gemm import down_backward, linear, reduce, up, weight
 from blazeproto.gemm.combine import SPEC as COMBINE
+from blazeproto.gemm.e4m3 import Quantized, from_e4m3, in_e4m3, to_e4m3
+from blazeproto.gemm.recipe import FP8
 
 READS_ACT = True
 
@@ -42,14 +47,6 @@ def rows_of(dispatch: Dispatch) -> Dispatch:
     return dispatch
 
 
-def forward_weight(weight: Tensor, dtype: torch.dtype, rows: Any, kept: None, place: None = None) -> Tensor:
-    """As it is."""
-    return cast(weight, dtype)
-
-
-backward_weight = forward_weight
-
-
 def low_rank_rows(
     a: Tensor, factor: Tensor, rows: Dispatch, *, gather: bool, transposed: bool, out: Tensor | None = None
 ) -> Tensor:
@@ -58,44 +55,51 @@ def low_rank_rows(
 
 
 def up_forward(step: BackendStep, x: Tensor, h: Tensor | None, act: Tensor | None) -> tuple[Tensor, Tensor]:
-    call: dict[str, Any] = {"up_proj": step.weight, "bias": step.bias, "low": step.low, "activation": step.activation}
+    weight = _plain_weight(step, x.dtype)
+    call: dict[str, Any] = {"up_proj": weight, "bias": step.bias, "low": step.low, "activation": step.activation}
     made_h, made_act = outputs(up.SPEC, step.rows, x.dtype, x=x, **call)
+    if isinstance(step.weight, Quantized):
+        return _record_of(made_h, h), _record_of(made_act)
     return _place(made_h, h), _place(made_act, act)
 
 
 def down_forward(step: BackendStep, act: Tensor, out: Tensor, *, overwrite_act: bool) -> None:
     """All kinds of combine are one here, and ``act`` is not written over."""
-    _add_up(step, _linear(step, act), out)
+    _add_up(step, _linear(step, _plain(act, out.dtype), _plain_weight(step, out.dtype)), out)
 
 
 def down_backward_act(
     step: BackendStep, needs: Sequence[bool], d_out: Tensor, h: Tensor, act: Tensor | None, *, overwrite_h: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """``act`` is used where it was saved, else made again from ``h``, which is not written over."""
-    rows, scores = step.rows, step.scores
+    rows, scores, stored = step.rows, step.scores, h
+    h, weight = _plain(h, d_out.dtype), _plain_weight(step, d_out.dtype, transposed=True)
     wanted = [name for name, need in zip(("dh", "d_scores", "a_scaled"), needs, strict=True) if need]
-    call: dict[str, Any] = {"down_proj": step.weight, "h": h, "scores": scores, "act": act, "low": step.low}
+    call: dict[str, Any] = {"down_proj": weight, "h": h, "scores": scores, "act": act, "low": step.low}
     made = outputs(down_backward.SPEC, rows, h.dtype, d_out=d_out, activation=step.activation, needs=wanted, **call)
     dh, a_scaled, d_scores = made
     if d_scores is not None:
         if step.bias is not None:
             d_scores += outputs(reduce.SCORE_GRAD, rows, h.dtype, d_out=d_out, down_bias=step.bias)
         d_scores = d_scores.reshape(scores.shape)
+    if stored is not h:
+        dh, a_scaled = (None if made is None else _record_of(made) for made in (dh, a_scaled))
     return dh, d_scores, a_scaled
 
 
 def up_backward_act(step: BackendStep, dh: Tensor, dx: Tensor) -> None:
     """All kinds of combine are one here."""
-    _add_up(step, _linear(step, dh, transposed=True), dx)
+    weight = _plain_weight(step, dx.dtype, transposed=True)
+    _add_up(step, _linear(step, _plain(dh, dx.dtype), weight, transposed=True), dx)
 
 
 def weight_gradient(rows: Dispatch, of: OuterSum) -> Tensor:
-    like, accumulator = of.like, of.accumulator
+    like, accumulator, ordered = of.like, of.accumulator, _plain(of.ordered, of.left.dtype)
     m = Torch(rows, like.dtype if accumulator is None else accumulator.dtype)
     if of.transposed == like.is_contiguous():  # it is made as it lies
-        made = weight.up_formula(m, of.ordered, of.left, gather=of.gather)
+        made = weight.up_formula(m, ordered, of.left, gather=of.gather)
     else:
-        made = weight.down_formula(m, of.left, of.ordered, gather=of.gather)
+        made = weight.down_formula(m, of.left, ordered, gather=of.gather)
     made = made if like.is_contiguous() else made.mT
     return made if accumulator is None else accumulator.add_(made)
 
@@ -107,8 +111,48 @@ def expert_row_sum(
     return made if accumulator is None else accumulator.add_(made)
 
 
-def _linear(step: BackendStep, a: Tensor, **options: bool) -> Tensor:
-    call: dict[str, Any] = {"weights": step.weight, "bias": step.bias, "low": step.low, **options}
+# ---- operands ----------------------------------------------------------------------------------------------------
+
+
+def quantized_tokens(t: Tensor, rows: Dispatch) -> Tensor:
+    """In t's dtype."""
+    return in_e4m3(torch, t, FP8.x.scale).to(t.dtype)  # type: ignore[no-any-return]
+
+
+def quantize_weights(weights: Tensor, at: Any, out: Quantized | None, transposed: Quantized | None) -> None:
+    made = to_e4m3(torch, weights, FP8.weights.scale)
+    for to, values, scales in ((out, *made), (transposed, made.values.mT, made.scales.mT)):
+        if to is not None:
+            to.values.copy_(values), to.scales.copy_(scales)
+
+
+place_of = rows_of
+
+
+def _plain_weight(step: BackendStep, dtype: torch.dtype, *, transposed: bool = False) -> Tensor:
+    """A step's weight (E, out, in), whose transpose it may be where it is quantized: no number changes."""
+    if not isinstance(step.weight, Quantized):
+        return step.weight  # type: ignore[no-any-return]
+    made: Tensor = from_e4m3(torch, step.weight, FP8.weights.scale).to(dtype)
+    return made.mT.contiguous() if transposed else made
+
+
+def _plain(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers of rows, which may be a record."""
+    if rows.dtype != torch.uint8:
+        return rows
+    return from_e4m3(torch, rows_in(rows, width_of(rows)), FP8.h.scale).to(dtype)  # type: ignore[no-any-return]
+
+
+def _record_of(rows: Tensor, place: Tensor | None = None) -> Tensor:
+    record = new_rows(rows, *rows.shape) if place is None else place
+    made, to = to_e4m3(torch, rows, FP8.h.scale), rows_in(record, rows.shape[1])
+    to.values.copy_(made.values), to.scales.copy_(made.scales)
+    return record
+
+
+def _linear(step: BackendStep, a: Tensor, weights: Tensor, **options: bool) -> Tensor:
+    call: dict[str, Any] = {"weights": weights, "bias": step.bias, "low": step.low, **options}
     return outputs(linear.GROUPED_MM, step.rows, a.dtype, a=a, **call)  # type: ignore[no-any-return]
 
 

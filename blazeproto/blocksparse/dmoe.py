@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from blazeproto import gemm
 from blazeproto.activations import activation_named
 from blazeproto.autograd.checks import check_choice, check_experts
-from blazeproto.autograd.hopper_backend import ready
-from blazeproto.autograd.operators import as_experts_see, cast, narrow_ids
+from blazeproto.autograd.operators import as_experts_see, cast, narrow_ids, ready
 from blazeproto.autograd.options import Options
 from blazeproto.blocksparse.baselines import PlainMoE
 from blazeproto.blocksparse.rows import padded_gather, padded_scatter, score_grad

@@ -26,7 +26,36 @@ from blazeproto.autograd.ranks import Arrived
 from blazeproto.runtime import checks
 
 
-class AllToAll:
+class OverRanks:
+    """A dispatcher over a process group, of whose ranks each holds as many experts, in order."""
+
+    def __init__(self, group: dist.ProcessGroup, num_experts: int, **takes: tuple[object, ...]) -> None:
+        """takes: options that have a meaning for some values alone, and these."""
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"group: expected a ProcessGroup that this rank is in, got {type(group).__name__}")
+        self.group, self.ranks, self.takes = group, group.size(), takes
+        self.num_experts = checks.integer("num_experts", num_experts, least=1)
+        checks.require(
+            num_experts % self.ranks == 0, "num_experts", f"a multiple of the group's {self.ranks} ranks", num_experts
+        )
+        self.sizes = {"ranks": self.ranks, "num_experts": self.num_experts}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={size}' for name, size in self.sizes.items())})"
+
+    def __deepcopy__(self, _: Any) -> OverRanks:
+        """Itself, which a copy of a layer shares: the process group is the ranks'."""
+        return self
+
+    def check(self, options: Options) -> None:
+        """Raises ValueError for ``options`` that have no meaning here."""
+        for name, taken in self.takes.items():
+            if (got := getattr(options, name)) not in taken:
+                expected = " or ".join(map(repr, taken))
+                raise ValueError(f"{name}: expected {expected} with {type(self).__name__}, got {got!r}")
+
+
+class AllToAll(OverRanks):
     """The dispatcher that runs anywhere: NCCL, gloo. MegaBlocks §5.3 (expert parallelism), DeepSeek-V3 §3.2 (one row a rank).
 
     group: a process group, of whose P ranks each holds E / P experts, in order.
@@ -40,25 +69,8 @@ class AllToAll:
     """
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
-        if not isinstance(group, dist.ProcessGroup):
-            raise TypeError(f"group: expected a ProcessGroup that this rank is in, got {type(group).__name__}")
-        self.group, self.ranks = group, group.size()
-        self.num_experts = checks.integer("num_experts", num_experts, least=1)
-        if num_experts % self.ranks:
-            raise ValueError(f"num_experts: expected a multiple of the group's {self.ranks} ranks, got {num_experts}")
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(ranks={self.ranks}, num_experts={self.num_experts})"
-
-    def __deepcopy__(self, _: Any) -> AllToAll:
-        """Itself, which a copy of a layer shares: the process group is the ranks'."""
-        return self
-
-    def check(self, options: Options) -> None:
-        """Raises ValueError for ``options`` with a bound on rows or bytes: how many arrive is known after they have left."""
-        for name in ("row_capacity", "workspace_bytes"):
-            if getattr(options, name) is not None:
-                raise ValueError(f"{name}: expected None with {type(self).__name__}, got {getattr(options, name)}")
+        # How many rows arrive is known after they have left.
+        super().__init__(group, num_experts, row_capacity=(None,), workspace_bytes=(None,))
 
     def dispatch(
         self,
@@ -100,13 +112,13 @@ class AllToAll:
 
         of_rows = tokens.new_zeros(sum(rows_out)).scatter_(0, row, tokens)  # each pair of a row has the same token
         route = Route(self._exchange, len(x), scores.shape, of_rows, rows_out, rows_in, pairs, pairs_out, pairs_in)
-        moved = _Moved.apply(scores, route.send_scores, route.return_scores)  # type: ignore[no-untyped-call]
-        rows = _Moved.apply(x, route.send, route.add_up)  # type: ignore[no-untyped-call]
+        moved = Moved.apply(scores, route.send_scores, route.return_scores)  # type: ignore[no-untyped-call]
+        rows = Moved.apply(x, route.send, route.add_up)  # type: ignore[no-untyped-call]
         return Arrived(rows, moved, local.contiguous(), arrived_row, offsets, route)
 
     def combine(self, partial: Tensor, arrived: Arrived) -> Tensor:
         """partial (R, d), of any float dtype, one for each row of ``arrived`` → (T, d), the sums of each token's."""
-        made: Tensor = _Moved.apply(partial, arrived.route.add_up, arrived.route.send)  # type: ignore[no-untyped-call]
+        made: Tensor = Moved.apply(partial, arrived.route.add_up, arrived.route.send)  # type: ignore[no-untyped-call]
         return made
 
     def overflow(self, arrived: Arrived, row_capacity: int) -> Tensor:
@@ -165,7 +177,7 @@ class Route:
         return made.view(self.shape)
 
 
-class _Moved(torch.autograd.Function):
+class Moved(torch.autograd.Function):
     """A tensor by a linear function ``there``, its gradient by the transpose of that, ``back``."""
 
     @staticmethod

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from blazeproto.autograd.hopper_backend import ready
-from blazeproto.autograd.operators import narrow_ids
+from blazeproto.autograd.operators import narrow_ids, ready
 from blazeproto.autograd.torch_formulas import outputs
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.distributed.peer_memory import BLOCKS, PROGRESS_BYTES, MemoryLayout, PeerMemory

@@ -1,18 +1,23 @@
-"""``expert_parallel``: the experts of a layer over ranks, E / P on each, as DTensors; router and shared expert on all."""
+"""``expert_parallel``: the experts of a layer over ranks, E / P on each, as DTensors; router and shared expert on all.
+``clip_grad_norm_``: torch's, where some parameters are sharded so and others are not, which torch's own refuses to mix."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from blazeproto.autograd import moe_mlp
 from blazeproto.autograd.ranks import Dispatcher, check_dispatcher
 from blazeproto.distributed.all_to_all import AllToAll
 from blazeproto.layer import MoE
+from blazeproto.runtime.checks import number, require
 
 
 def expert_parallel(
@@ -42,16 +47,14 @@ def expert_parallel(
         raise TypeError(f"moe: expected a MoE, got {type(moe).__name__}")
     if moe._experts is not moe_mlp:
         raise TypeError(f"moe: expected a layer whose experts moe_mlp computes, got {type(moe).__name__}")
-    if moe.dispatcher is not None:
-        raise ValueError(f"moe: expected one without a dispatcher, got one with {moe.dispatcher}")
+    require(moe.dispatcher is None, "moe", "one without a dispatcher", f"one with {moe.dispatcher}")
     names = (moe.up_name, "down_proj", f"{moe.up_name}_bias", "down_proj_bias")
     weights = {name: weight for name in names if (weight := getattr(moe, name)) is not None}
-    if any(isinstance(weight, DTensor) for weight in weights.values()):
-        raise ValueError("moe: expected plain parameters, before fully_shard, got DTensors")
+    sharded = any(isinstance(weight, DTensor) for weight in weights.values())
+    require(not sharded, "moe", "plain parameters, before fully_shard", "DTensors")
     mesh = mesh_of(mesh_or_group, moe.down_proj.device.type)
     ranks = mesh.size(mesh.ndim - 1)
-    if moe.num_experts % ranks:
-        raise ValueError(f"moe: expected num_experts to be a multiple of {ranks} ranks, got {moe.num_experts}")
+    require(moe.num_experts % ranks == 0, "moe", f"num_experts to be a multiple of {ranks} ranks", moe.num_experts)
     dispatcher = AllToAll(mesh.get_group(mesh.ndim - 1), moe.num_experts) if dispatcher is None else dispatcher
     check_dispatcher(dispatcher, moe.options, moe.num_experts, moe.num_experts // ranks, moe.d_model, mesh)
     keep_own_experts(moe, weights, mesh)
@@ -82,14 +85,38 @@ def mesh_of(mesh_or_group: object, device_type: str) -> DeviceMesh:
         raise TypeError(
             f"mesh_or_group: expected a DeviceMesh or a ProcessGroup that this rank is in, got {type(mesh).__name__}"
         )
-    if mesh.ndim not in (1, 2):
-        raise ValueError(f"mesh_or_group: expected a mesh of one dimension or (dp, ep), got {mesh.ndim} dimensions")
+    name, of = "mesh_or_group", mesh.device_type
+    require(mesh.ndim in (1, 2), name, "a mesh of one dimension or (dp, ep)", f"{mesh.ndim} dimensions")
     if (coordinate := mesh.get_coordinate()) is None:
         raise ValueError(f"mesh_or_group: expected a mesh that this rank is in, got ranks {mesh.mesh.tolist()}")
-    if device_type not in (mesh.device_type, "meta"):
-        raise ValueError(f"mesh_or_group: expected one for {device_type}, where moe is, got one for {mesh.device_type}")
+    require(device_type in (of, "meta"), name, f"one for {device_type}, where moe is", f"one for {of}")
     own = mesh.mesh[tuple(coordinate[:-1])].tolist()
-    if own != (ranks := dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))):
-        # A DTensor's place follows the mesh, the exchange the group.
-        raise ValueError(f"mesh_or_group: expected the ranks of ep in their group's order, {ranks}, got {own}")
+    ranks = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
+    # A DTensor's place follows the mesh, the exchange the group.
+    require(own == ranks, name, f"the ranks of ep in their group's order, {ranks}", own)
     return mesh
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scales all gradients by one factor so that their norm, of all ranks' experts together, is at most ``max_norm``.
+
+    parameters: one, or any mixture of plain ones (...), whose gradients are the same on all ranks, as they are after a reduction,
+    and of DTensors on any meshes; of any float dtype. Those without a gradient are left out.
+
+    Returns the norm before, (), the same on all ranks. All ranks call it. Raises TypeError for ``parameters`` that are no
+    tensors, TypeError or ValueError for a ``max_norm`` that is no number from 0 on.
+    """
+    number("max_norm", max_norm, least=0)
+    several = isinstance(parameters, Iterable) and not isinstance(parameters, Tensor)  # which iterates over its rows
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for parameter in parameters if several else (parameters,):
+        if not isinstance(parameter, Tensor):
+            raise TypeError(f"parameters: expected a Tensor or an iterable of Tensors, got {type(parameter).__name__}")
+        if parameter.grad is not None:
+            by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
+    norms: list[Any] = [get_total_norm([p.grad for p in group if p.grad is not None]) for group in by_mesh.values()]
+    total = get_total_norm([norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms])
+    for group in by_mesh.values():
+        clip_grads_with_norm_(group, max_norm, total)
+    return total

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from blazeproto.autograd.backends import check_device, missing_for_kernels
-from blazeproto.autograd.options import Options
 from blazeproto.autograd.private import in_backward
 from blazeproto.autograd.ranks import EXCHANGES, Arrived, PeersNamed
-from blazeproto.distributed.exchanges import GatheredExchange, PeerExchange, SharedChoice
+from blazeproto.distributed.all_to_all import Moved, OverRanks
+from blazeproto.distributed.exchanges import GatheredExchange, PeerExchange
 from blazeproto.distributed.peer_memory import MAX_RANKS, MemoryLayout
 from blazeproto.gemm.tiles import CHUNK
 from blazeproto.runtime import checks
@@ -32,7 +32,7 @@ from blazeproto.runtime import checks
 _NUMBERS = count()
 
 
-class Symmetric:
+class Symmetric(OverRanks):
     """The dispatcher over NVLink, by torch's symmetric memory. DeepSeek-V3 §3.2 (a row once a rank, one partial sum back).
 
     All ranks make it, with the same arguments; one serves all layers of a model that have as many experts. On a CPU, and with
@@ -67,64 +67,35 @@ class Symmetric:
         timeout: float = 300.0,
         device: torch.device | str | None = None,
     ) -> None:
-        if not isinstance(group, dist.ProcessGroup):
-            raise TypeError(f"group: expected a ProcessGroup that this rank is in, got {type(group).__name__}")
-        self.group, self.ranks = group, group.size()
-        if self.ranks > MAX_RANKS:
-            raise ValueError(f"group: expected at most {MAX_RANKS} ranks, got {self.ranks}")
-        self.num_experts = checks.integer("num_experts", num_experts, least=1)
-        if num_experts % self.ranks:
-            raise ValueError(f"num_experts: expected a multiple of the group's {self.ranks} ranks, got {num_experts}")
-        self.d_model = checks.integer("d_model", d_model, least=1)
-        if d_model % CHUNK:
-            raise ValueError(f"d_model: expected a multiple of {CHUNK}, got {d_model}")
-        checks.integer("max_tokens", max_tokens, least=1)
-        checks.integer("max_pairs", max_pairs, least=1)
+        takes = {"workspace_bytes": (None,), "combine": ("gather",), "precision": ("bf16",)}
+        super().__init__(group, num_experts, **takes)
+        checks.require(self.ranks <= MAX_RANKS, "group", f"at most {MAX_RANKS} ranks", self.ranks)
+        for name, size in {"d_model": d_model, "max_tokens": max_tokens, "max_pairs": max_pairs}.items():
+            self.sizes[name] = checks.integer(name, size, least=1)
+        checks.require(d_model % CHUNK == 0, "d_model", f"a multiple of {CHUNK}", d_model)
+        self.d_model = self.sizes["d_model"]
         checks.number("timeout", timeout, least=0)
-        if overflow not in ("raise", "drop"):
-            raise ValueError(f"overflow: expected 'raise' or 'drop', got {overflow!r}")
+        checks.require(overflow in ("raise", "drop"), "overflow", "'raise' or 'drop'", repr(overflow))
         self.overflow_is, self.layout = overflow, MemoryLayout(self.ranks, max_tokens, max_pairs, d_model)
         on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config(group)
         check_device(device)
         self.device = torch.device(device or ("cuda" if on_gpu else "cpu"))
-        if self.device.type not in ("cpu", "cuda"):
-            raise ValueError(f"device: expected cpu or cuda, got {self.device}")
+        checks.require(self.device.type in ("cpu", "cuda"), "device", "cpu or cuda", self.device)
         self._exchange: PeerExchange | GatheredExchange
         if self.device.type == "cuda":
             if (hosts := len(hosts_of(group))) > 1:
                 raise ValueError(f"group: expected ranks of one host, got ranks of {hosts} hosts, which AllToAll takes")
             current = torch.device("cuda", torch.cuda.current_device())
-            if self.device not in (current, torch.device("cuda")):
-                raise ValueError(f"device: expected the current one, {current}, got {self.device}")
-            self.device = current
+            checks.require(
+                self.device in (current, torch.device("cuda")), "device", f"the current one, {current}", self.device
+            )
+            self.device, self.takes["backend"] = current, ("auto", "hopper")
             self._exchange = PeerExchange(group, self.layout, self.device, timeout)
         else:
             self._exchange = GatheredExchange(group, self.layout)
         self._overflow = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.name = f"symmetric{next(_NUMBERS)}"
         EXCHANGES[self.name] = self._exchange
-
-    def __repr__(self) -> str:
-        layout = self.layout
-        sizes = f"d_model={layout.d_model}, max_tokens={layout.max_tokens}, max_pairs={layout.max_pairs}"
-        return f"{type(self).__name__}(ranks={self.ranks}, num_experts={self.num_experts}, {sizes})"
-
-    def __deepcopy__(self, _: Any) -> Symmetric:
-        """Itself, which a copy of a layer shares: the process group and the memory are the ranks'."""
-        return self
-
-    def check(self, options: Options) -> None:
-        """Raises ValueError for ``options`` that have no meaning here."""
-        if options.workspace_bytes is not None:
-            raise ValueError(
-                f"workspace_bytes: expected None with {type(self).__name__}, got {options.workspace_bytes}"
-            )
-        if options.combine != "gather":
-            raise ValueError(f"combine: expected 'gather' with {type(self).__name__}, got {options.combine!r}")
-        if options.precision != "bf16":
-            raise ValueError(f"precision: expected 'bf16' with {type(self).__name__}, got {options.precision!r}")
-        if self.device.type == "cuda" and options.backend == "torch":
-            raise ValueError(f"backend: expected 'auto' or 'hopper' with {type(self).__name__}, got 'torch'")
 
     def dispatch(
         self,
@@ -141,8 +112,18 @@ class Symmetric:
         anything is sent.
         """
         self._check_tokens(x, topk_experts)
-        lists = (pair_tokens, token_offsets, len(x), self.num_experts // self.ranks)
-        moved, choice = _Shared.apply(scores, self._exchange, topk_experts, lists)  # type: ignore[no-untyped-call]
+        exchange, here, shape = self._exchange, self.num_experts // self.ranks, scores.shape
+        choice = exchange.share(topk_experts, scores.detach(), pair_tokens, token_offsets, len(x), here)
+        arrived = (choice.experts >= 0) & (choice.experts < here)
+        lists = choice.scores, choice.pair_tokens, choice.token_offsets
+        own: Any = [t if t is None else t.clone() for t in lists]  # which a next exchange would write over
+        choice = choice._replace(scores=own[0], pair_tokens=own[1], token_offsets=own[2])
+
+        def back(gradient: Tensor) -> Tensor:
+            made = exchange.send_back(gradient.contiguous(), arrived)
+            return made[: shape.numel()].view(shape).clone()
+
+        moved = Moved.apply(scores, lambda _: choice.scores, back)  # type: ignore[no-untyped-call]
         peers = PeersNamed(choice.token_ranks, self.name)
         return Arrived(x, moved, choice.experts, choice.pair_tokens, choice.token_offsets, choice, peers)
 
@@ -201,26 +182,6 @@ def hosts_of(group: dist.ProcessGroup) -> set[str]:
     return {*hosts}
 
 
-class _Shared(torch.autograd.Function):
-    """Scores to the ranks of their experts, with ids and lists, and their gradients back."""
-
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, exchange: Any, experts: Tensor, lists: Any) -> tuple[Tensor, SharedChoice]:
-        pair_tokens, token_offsets, num_tokens, experts_here = lists
-        found: SharedChoice = exchange.share(experts, scores, pair_tokens, token_offsets, num_tokens, experts_here)
-        kept: Any = [t if t is None else t.clone() for t in found[1:4]]  # which a next exchange would write over
-        ctx.save_for_backward((found.experts >= 0) & (found.experts < experts_here))
-        ctx.exchange, ctx.shape = exchange, scores.shape
-        return kept[0], found._replace(scores=kept[0], pair_tokens=kept[1], token_offsets=kept[2])
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor, None, None, None]:
-        (here,) = ctx.saved_tensors
-        made = ctx.exchange.send_back(gradient.contiguous(), here)
-        return made[: ctx.shape.numel()].view(ctx.shape).clone(), None, None, None
-
-
 def check_overflow(module: nn.Module, group: dist.ProcessGroup | None = None) -> int:
     """The pairs that row capacities have left out on all ranks, in all layers of ``module``, since it was last asked.
 
@@ -245,6 +206,7 @@ def check_overflow(module: nn.Module, group: dist.ProcessGroup | None = None) ->
     counts = {dispatcher: dispatcher.take_overflow(group) for dispatcher in found.values()}
     for dispatcher, pairs in counts.items():
         if pairs and dispatcher.overflow_is == "raise":
-            expected = "row_capacity: expected a row for every pair"
-            raise OverflowError(f"{expected}, got {pairs} pairs without one on the ranks of {dispatcher}")
+            raise OverflowError(
+                f"row_capacity: expected a row for every pair, got {pairs} pairs without one on the ranks of {dispatcher}"
+            )
     return sum(counts.values())

@@ -1,7 +1,7 @@
 """What ``precision=`` names: which products have fp8 operands, of which elements, and what shares a scale.
 
-This is the table: `Options` takes what is in it, docs/fp8.md prints it. The torch backend reads the operands that are tokens or
-weights; rows and the kernels are as it says (`blazeproto.autograd.fp8_backend`).
+This is the table: `Options` takes what is in it, docs/fp8.md prints it. The backends read what shares a scale; rows
+and the kernels are as it says (`blazeproto.autograd.hopper_backend`).
 """
 
 from dataclasses import dataclass, field, fields

@@ -54,8 +54,9 @@ def _softcapped(experts: nn.Module) -> str | None:
     """Inkling's gate, whose act_fn is a module of its own file that takes gate and up."""
     if full_name(type(experts.act_fn)) != full_name(type(experts)).replace("Experts", "SoftcappedSwiGLU"):
         return None
-    caps = {"gate_cap": "act_fn.gate_softcap.softcap", "up_cap": "act_fn.up_softcap.softcap"}
-    return _with("softcapped_swiglu", **caps)(experts)
+    return _with("softcapped_swiglu", gate_cap="act_fn.gate_softcap.softcap", up_cap="act_fn.up_softcap.softcap")(
+        experts
+    )
 
 
 @torch.compiler.assume_constant_result  # a compiler would trace the regular expression that reads a name
@@ -102,6 +103,5 @@ def activation_of(experts: nn.Module) -> str | None:
     """The activation of the table that a module's experts have, or None."""
     if not experts.has_gate:
         return _act_fn(experts)
-    known = GATES.get(gate_name(experts))
-    name = None if known is None else known(experts)
+    name = GATES.get(gate_name(experts), lambda _: None)(experts)
     return name if name is None or experts.is_concatenated else _in_table(name, True)

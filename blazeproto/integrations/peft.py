@@ -137,11 +137,8 @@ def _handing_factors_in(of_peft: Callable[..., Tensor]) -> Callable[..., Tensor]
         if low_rank is None and ("adapter_names" in kwargs or _why_peft(self) is not None):
             return of_peft(self, x, *args, **kwargs)
         up, down = low_rank or (None, None)
-        if self.parameter_name == "down_proj":
-            down = _factors(self)
-        else:
-            up = _factors(self)
-        made: Tensor = self.base_layer(x, *args, low_rank=(up, down), **kwargs)
+        low_rank = (up, _factors(self)) if self.parameter_name == "down_proj" else (_factors(self), down)
+        made: Tensor = self.base_layer(x, *args, low_rank=low_rank, **kwargs)
         return made
 
     return forward

@@ -108,8 +108,7 @@ class Experts(GroupedExperts):
         if spmd.is_type_checking():
             raise ValueError("debug.spmd_typechecking: expected False with blazeproto's experts, got True")
         w1, w3, w2 = (_local(name, getattr(self, name)) for name in ("w1_EFD", "w3_EFD", "w2_EDF"))
-        rows = x_RD.bfloat16()
-        return grouped_experts(rows, (w1, w3), w2, num_tokens_per_expert_E, save=self.save).type_as(x_RD)
+        return grouped_experts(x_RD.bfloat16(), (w1, w3), w2, num_tokens_per_expert_E, save=self.save).type_as(x_RD)
 
 
 @override(target=GroupedExperts.Config, description="blazeproto's kernels for routed experts")

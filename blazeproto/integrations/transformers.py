@@ -33,11 +33,11 @@ from blazeproto.autograd.operators import autocast_dtype
 from blazeproto.autograd.ranks import check_dispatcher, own_factors
 from blazeproto.gemm.recipe import Recipe, name_of
 from blazeproto.integrations.gates import DEFAULT_GATE, activation_of, full_name, gate_name
+from blazeproto.runtime.checks import require
 from blazeproto.runtime.optional import look, need
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed import DeviceMesh, ProcessGroup
 
 __all__ = ["REFUSED", "expert_parallel", "experts_forward", "explain", "register"]
 
@@ -62,9 +62,15 @@ _USES = {
 QUANTISERS = ("torchao.", "bitsandbytes.")  # packages whose tensors are not what their dtype says
 
 
+def _tensors(experts: Any) -> list[Tensor]:
+    """Weights and biases as the module has them."""
+    return [getattr(experts, name) for name in _names(experts)]
+
+
 def _weights(experts: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Up (E, 2n, d) or (E, n, d), down (E, d, n), each maybe transposed as it lies, and their biases."""
-    up, down, *biases = (getattr(experts, name) for name in _names(experts))
+    """Up (E, 2n, d) or (E, n, d), down (E, d, n), and their biases."""
+    up, down, *biases = _tensors(experts)
+    up, down = (up.mT, down.mT) if experts.is_transposed else (up, down)
     up_bias, down_bias = biases or (None, None)
     return up, down, up_bias, down_bias
 
@@ -86,15 +92,14 @@ def _is_watched(act_fn: Any) -> bool:
 
 
 def _quantised(experts: nn.Module) -> bool:
-    tensors = [tensor for tensor in _weights(experts) if tensor is not None]
-    return any(t.dtype not in FLOAT_DTYPES or full_name(type(t)).startswith(QUANTISERS) for t in tensors)
+    return any(t.dtype not in FLOAT_DTYPES or full_name(type(t)).startswith(QUANTISERS) for t in _tensors(experts))
 
 
 def _offloaded(experts: nn.Module) -> bool:
     """accelerate's hook brings the weights for one call and takes them away after it, or they are nowhere yet."""
     hook = getattr(experts, "_hf_hook", None)
     hooks = getattr(hook, "hooks", (hook,))
-    return any(getattr(one, "offload", False) for one in hooks) or _weights(experts)[1].device.type == "meta"
+    return any(getattr(one, "offload", False) for one in hooks) or _tensors(experts)[1].device.type == "meta"
 
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], bool], str]] = {
@@ -107,7 +112,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], bool], str]] = {
 def _refuse(experts: nn.Module) -> None:
     for what, (found, expected) in REFUSED.items():
         if found(experts):
-            weight = _weights(experts)[1]
+            weight = _tensors(experts)[1]
             raise ValueError(
                 f'experts_implementation="{NAME}": {type(experts).__name__} has {what} experts; expected {expected}; '
                 f"got {weight.dtype} on {weight.device}"
@@ -135,16 +140,11 @@ def _why_grouped_mm(experts: nn.Module) -> str | None:
         return f"its own gate, {gate.removeprefix(f'{experts.__module__}.')}" if own else f"the activation {act_fn}"
     if _is_watched(getattr(experts, "act_fn", None)):
         return "a hook on act_fn, or another forward of it"
-    if len({tensor.dtype for tensor in _weights(experts) if tensor is not None}) > 1:
+    if len({tensor.dtype for tensor in _tensors(experts)}) > 1:
         return "weights of several dtypes"
-    if not _dispatcher(experts) and any(hasattr(tensor, "placements") for tensor in _weights(experts)):
+    if not hasattr(experts, "dispatcher") and any(hasattr(tensor, "placements") for tensor in _tensors(experts)):
         return "weights that are DTensors"
     return None
-
-
-def _dispatcher(experts: nn.Module) -> Dispatcher | None:
-    """What `expert_parallel` has given a module."""
-    return getattr(experts, "dispatcher", None)
 
 
 def explain(model: nn.Module) -> dict[str, str]:
@@ -186,15 +186,14 @@ def _our_path(experts: Any) -> str:
         return f"grouped_mm: {why}"
     up, down, up_bias, down_bias = _weights(experts)
     precision = name_of(getattr(ALL_EXPERTS_FUNCTIONS.get(NAME), "keywords", {}).get("precision", "bf16"))
-    weights = (up.mT, down.mT) if experts.is_transposed else (up, down)
     options = Options(activation=str(activation_of(experts)), precision=precision)
-    if precision != "bf16" and (why := why_refused(*weights, up_bias, down_bias, options)):
+    if precision != "bf16" and (why := why_refused(up, down, up_bias, down_bias, options)):
         return f"refused: {why}"
     dtype = autocast_dtype(down.device.type) or down.dtype
+    dispatcher = getattr(experts, "dispatcher", None)
     backend = what_runs("auto", down.device, dtype, *down.shape)
-    notes = [precision] * (precision != "bf16") + ["batch-invariant"] * (backend == "hopper")
-    notes += [str(each) for each in [_dispatcher(experts)] if each]
-    return f"in place ({', '.join([backend, *notes])})"
+    notes = (precision != "bf16", precision), (backend == "hopper", "batch-invariant"), (dispatcher, str(dispatcher))
+    return f"in place ({', '.join([backend, *(note for holds, note in notes if holds)])})"
 
 
 def experts_forward(
@@ -235,26 +234,25 @@ def experts_forward(
 
         return grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
     up, down, up_bias, down_bias = _weights(experts)
-    if experts.is_transposed:
-        up, down = up.mT, down.mT
     x = hidden_states if torch.is_autocast_enabled(hidden_states.device.type) else hidden_states.to(down.dtype)
-    tensors = (x, up, down, top_k_weights, top_k_index)
-    given: dict[str, Any] = {"num_experts": getattr(experts, "num_experts", len(down))}
-    given |= {"up_bias": up_bias, "down_bias": down_bias}
-    given["options"] = Options(activation=str(activation_of(experts)), precision="bf16" if low_rank else precision)
     up_factors, down_factors = low_rank or (None, None)
-    if (dispatcher := _dispatcher(experts)) is None:
-        out = moe_mlp(*tensors, **given, up_factors=up_factors, down_factors=down_factors)
-    else:
-        given |= {"pair_tokens": None, "token_offsets": None}
-        given |= {"up_factors": own_factors(up_factors, down), "down_factors": own_factors(down_factors, down)}
-        out, _ = dispatched_mlp(dispatcher, *tensors, **given)
+    given: dict[str, Any] = {
+        "num_experts": getattr(experts, "num_experts", len(down)),
+        "up_bias": up_bias,
+        "down_bias": down_bias,
+        "options": Options(activation=str(activation_of(experts)), precision="bf16" if low_rank else precision),
+        "up_factors": own_factors(up_factors, down),
+        "down_factors": own_factors(down_factors, down),
+    }
+    tensors = (x, up, down, top_k_weights, top_k_index)
+    dispatcher = getattr(experts, "dispatcher", None)
+    out = moe_mlp(*tensors, **given) if dispatcher is None else dispatched_mlp(dispatcher, *tensors, **given)[0]
     return out.to(hidden_states.dtype)
 
 
 def expert_parallel(
     model: nn.Module,
-    mesh_or_group: "DeviceMesh | dist.ProcessGroup",
+    mesh_or_group: "DeviceMesh | ProcessGroup",
     *,
     dispatcher: Dispatcher | None = None,
 ) -> nn.Module:
@@ -278,26 +276,27 @@ def expert_parallel(
     from blazeproto.distributed import AllToAll
     from blazeproto.distributed.parallel import keep_own_experts, mesh_of
 
-    paths = explain(model)
-    found: dict[str, Any] = {name: model.get_submodule(name) for name in paths}
-    if not found:
-        raise ValueError(f"model: expected one with experts of transformers, got {type(model).__name__}")
-    for name, path in paths.items():
-        if not path.startswith("in place"):
-            raise ValueError(f'model: expected experts that run in place with "{NAME}", got {name or "some"}: {path}')
-        if hasattr(found[name], "dispatcher"):
-            raise ValueError(f"model: expected experts without a dispatcher, got {name or 'some'}: {path}")
     made = []
-    for name, experts in found.items():
+    for name, path in explain(model).items():
+        experts: Any = model.get_submodule(name)
+        require(
+            path.startswith("in place"),
+            "model",
+            f'experts that run in place with "{NAME}"',
+            f"{name or 'some'}: {path}",
+        )
+        require(
+            not hasattr(experts, "dispatcher"), "model", "experts without a dispatcher", f"{name or 'some'}: {path}"
+        )
         mesh, num_experts = mesh_of(mesh_or_group, experts.down_proj.device.type), len(experts.down_proj)
-        if num_experts % (ranks := mesh.size(mesh.ndim - 1)):
-            raise ValueError(
-                f"model: expected {name or 'experts'} to be a multiple of {ranks} ranks, got {num_experts}"
-            )
+        ranks = mesh.size(mesh.ndim - 1)
+        require(
+            num_experts % ranks == 0, "model", f"{name or 'experts'} to be a multiple of {ranks} ranks", num_experts
+        )
         own = AllToAll(mesh.get_group(mesh.ndim - 1), num_experts) if dispatcher is None else dispatcher
-        d_model = experts.down_proj.shape[2 if experts.is_transposed else 1]
-        check_dispatcher(own, Options(), num_experts, num_experts // ranks, d_model, mesh)
+        check_dispatcher(own, Options(), num_experts, num_experts // ranks, _weights(experts)[1].shape[1], mesh)
         made.append((experts, mesh, own))
+    require(bool(made), "model", "one with experts of transformers", type(model).__name__)
     for experts, mesh, own in made:
         keep_own_experts(experts, {name: getattr(experts, name) for name in _names(experts)}, mesh)
         experts.dispatcher = own
@@ -319,6 +318,7 @@ def register(*, precision: str | Recipe = "bf16") -> None:
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    in_fp8 = partial(experts_forward, precision="fp8")
-    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward if name_of(precision) == "bf16" else in_fp8)
+    ALL_EXPERTS_FUNCTIONS.register(
+        NAME, experts_forward if name_of(precision) == "bf16" else partial(experts_forward, precision="fp8")
+    )
     ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, _refuse_fp8)

@@ -3,32 +3,29 @@ instead of choosing again.
 
     route_top_k      logits (T, E) -> scores and experts (T, K)                         kernels: topk.py
     routing_losses   logits, experts -> the load and the auxiliary losses               kernels: losses.py
-    choose_pairs     scores (T, E), token choice (T, K) -> a flat list of pairs         kernels: the choice's, as pairs.py
-    score_pairs      logits (T, E), pairs -> their scores (P,)                          kernels: pairs.py
     hash_experts     token ids (T,) -> experts (T, K)                                   kernel: topk.py
+
+and of a number of experts that varies, those of pair_ops.py.
 
 An operator asks inside, where torch.compile does not trace, whether its kernels run on these tensors; else `fallback` computes
 the same. Kernels are launched unchecked: the operators are called by `Router`, which has checked what came.
 """
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from blazeproto.autograd.backends import has_dispatch_kernels
 from blazeproto.autograd.operators import Operator, define, narrow_ids
 from blazeproto.autograd.private import unobserved
 from blazeproto.router import fallback, losses, pairs, topk
-from blazeproto.router.choices import varying_choice
 from blazeproto.router.public import place_of
 from blazeproto.router.scores import SCORES
 
 
-def _kernels_take(matrix: Tensor, top_k: int = 1) -> bool:
+def kernels_take(matrix: Tensor, top_k: int = 1) -> bool:
     """Whether the kernels take a (T, E) matrix, and those of top-k routing K experts a token."""
     return (
         matrix.dtype == torch.float32
@@ -40,12 +37,12 @@ def _kernels_take(matrix: Tensor, top_k: int = 1) -> bool:
     )
 
 
-def _integers(like: Tensor, *shapes: Sequence[int]) -> tuple[Any, ...]:
+def integers(like: Tensor, *shapes: Sequence[int]) -> tuple[Any, ...]:
     """New tensors, int32."""
     return tuple(like.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
-def _derivative(
+def derivative(
     backward: Operator, num_gradients: int, kept: Callable[..., tuple[Sequence[Tensor], Sequence[Any]]]
 ) -> dict[str, Any]:
     """How `define` is told of a derivative in the first argument, the logits: ``backward(*saved, *gradients, *options)``.
@@ -80,14 +77,14 @@ def route_top_k_backward(
 ) -> Tensor:
     """d_logits (T, E) from d_scores (T, K)."""
     given = logits, experts, d_scores
-    if not _kernels_take(logits, experts.shape[1]):
+    if not kernels_take(logits, experts.shape[1]):
         return fallback.topk_route_backward(*given, score=score, renormalize=renormalize, scale=scale)
     kernel = topk.backward_kernel(logits.shape[1], experts.shape[1], score, renormalize, scale, half=False)
     return kernel.over(len(logits), place_of(logits), given, made=torch.empty_like(logits))
 
 
 def _route_fake(logits: Tensor, bias: Tensor | None, top_k: int, *_: Any) -> tuple[Tensor, Tensor]:
-    return logits.new_empty(logits.shape[0], top_k), *_integers(logits, (logits.shape[0], top_k))
+    return logits.new_empty(logits.shape[0], top_k), *integers(logits, (logits.shape[0], top_k))
 
 
 @define(
@@ -95,7 +92,7 @@ def _route_fake(logits: Tensor, bias: Tensor | None, top_k: int, *_: Any) -> tup
     "int num_groups=1, int top_groups=1) -> (Tensor scores, Tensor experts)",
     _route_fake,
     chooses=True,
-    **_derivative(route_top_k_backward, 1, lambda inputs, output: ((inputs[0], output[1]), inputs[3:6])),
+    **derivative(route_top_k_backward, 1, lambda inputs, output: ((inputs[0], output[1]), inputs[3:6])),
 )
 def route_top_k(
     logits: Tensor,
@@ -114,7 +111,7 @@ def route_top_k(
     groups = {"num_groups": num_groups, "top_groups": top_groups}
     options: dict[str, Any] = {"score": score, "renormalize": renormalize, "scale": scale, **groups}
     takes_bias = bias is None or (SCORES[score].elementwise and bias.dtype == torch.float32)
-    if not (takes_bias and num_groups <= topk.MAX_GROUPS and _kernels_take(logits, top_k)):
+    if not (takes_bias and num_groups <= topk.MAX_GROUPS and kernels_take(logits, top_k)):
         return fallback.topk_route(logits, top_k, bias=bias, **options)
     kernel = topk.route_kernel(logits, top_k, bias is not None, **options)
     given, made = (logits, logits if bias is None else bias), _route_fake(logits, bias, top_k)
@@ -149,7 +146,7 @@ def routing_losses_backward(
     """d_logits (T, E) of the two losses."""
     given = logits, load, _times(d_balance_loss, balance), _times(d_z_loss, z)
     wanted: dict[str, Any] = {"score": score, "balance": bool(balance), "z": bool(z), "masked": masked}
-    if not (_kernels_take(logits) and len(logits)):
+    if not (kernels_take(logits) and len(logits)):
         return fallback.routing_losses_backward(*given, top_k, **wanted)
     num_tokens, num_experts = logits.shape
     *_, kernel = losses.kernels(num_experts, **wanted)
@@ -157,14 +154,14 @@ def routing_losses_backward(
 
 
 def _losses_fake(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return logits.new_empty(()), logits.new_empty(()), *_integers(logits, logits.shape[1:], logits.shape[1:])
+    return logits.new_empty(()), logits.new_empty(()), *integers(logits, logits.shape[1:], logits.shape[1:])
 
 
 @define(
     "routing_losses(Tensor logits, Tensor experts, str score, float balance, float z, bool masked) "
     "-> (Tensor balance_loss, Tensor z_loss, Tensor load, Tensor kept)",
     _losses_fake,
-    **_derivative(
+    **derivative(
         routing_losses_backward,
         2,
         lambda inputs, output: ((inputs[0], output[3]), (inputs[1].shape[1], *inputs[2:])),
@@ -180,7 +177,7 @@ def routing_losses(
     masked: a token with expert -1 has no part in them; its logits are NaN.
     """
     wanted: dict[str, Any] = {"score": score, "balance": bool(balance), "z": bool(z), "masked": masked}
-    if _kernels_take(logits) and len(logits):
+    if kernels_take(logits) and len(logits):
         balance_loss, z_loss, load, kept = _losses_fake(logits)
         workspace = logits.new_empty(losses.losses_workspace(*logits.shape))
         ids = narrow_ids(experts).contiguous()
@@ -191,100 +188,12 @@ def routing_losses(
     return _times(balance_loss, balance), _times(z_loss, z), load, kept.copy_(load)
 
 
-# --- A number of experts that varies -----------------------------------------------------------------------------------------
-
-
-def _choose_fake(scores: Tensor, experts: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    max_pairs = rest[4]
-    return _integers(scores, (max_pairs,), (max_pairs,), (scores.shape[0] + 1,), scores.shape[1:])
-
-
-@define(
-    "choose_pairs(Tensor scores, Tensor experts, Tensor? draws, str by, float[] options, SymInt size, SymInt max_pairs, "
-    "Tensor? limits) -> (Tensor pair_experts, Tensor pair_tokens, Tensor token_offsets, Tensor load)",
-    _choose_fake,
-    chooses=True,
-)
-def choose_pairs(
-    scores: Tensor,
-    experts: Tensor,
-    draws: Tensor | None,
-    by: str,
-    options: list[float],
-    size: Any,
-    max_pairs: int,
-    limits: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """The pairs that a choice makes of scores (T, E) in [0, 1] and the token choice (T, K): see `VaryingChoice.crossing`.
-
-    Returns pair_experts (P,), pair_tokens (P,), token_offsets (T + 1,) and load (E,), int32. ValueError for an unknown ``by``.
-    With ``limits``, tokens of expert -1 are masked.
-    """
-    choice = varying_choice(by)
-    if limits is not None:
-        counted = experts[:, 0] >= 0
-        order = torch.argsort(counted.to(torch.int8), descending=True, stable=True)  # masked tokens last
-        scores, experts, size = scores[order], experts[order], limits[1]
-    fits = experts.dtype == torch.int32 and max(max_pairs, experts.numel()) < 2**31
-    if choice.KERNELS and fits and _kernels_take(scores):
-        made = _choose_fake(scores, experts, draws, by, options, size, max_pairs)
-        launch = import_module(choice.KERNELS).launch_choice
-        launch(place_of(scores), (scores, experts.contiguous(), draws, *made), by, options, size, limits)
-    else:
-        mask = choice.mask(scores, experts, draws, by, options, size)
-        made = fallback.pairs_of(mask if limits is None else mask & (experts[:, :1] >= 0), max_pairs)
-    if limits is None:
-        return made
-    pair_experts, pair_tokens, token_offsets, load = made
-    pair_tokens = torch.where(pair_experts >= 0, order.to(torch.int32)[pair_tokens], 0)
-    return pair_experts, pair_tokens, token_offsets[F.pad(counted.cumsum(0), (1, 0))], load
-
-
-@define(
-    "score_pairs_backward(Tensor logits, Tensor pair_experts, Tensor token_offsets, Tensor d_scores, str score, "
-    "bool renormalize, float scale) -> Tensor",
-    lambda logits, *_: torch.empty_like(logits),
-)
-def score_pairs_backward(
-    logits: Tensor,
-    pair_experts: Tensor,
-    token_offsets: Tensor,
-    d_scores: Tensor,
-    score: str,
-    renormalize: bool,
-    scale: float,
-) -> Tensor:
-    """d_logits (T, E) from d_scores (P,)."""
-    given = logits, pair_experts, token_offsets, d_scores
-    if not _kernels_take(logits):
-        return fallback.score_pairs_backward(*given, score=score, renormalize=renormalize, scale=scale)
-    kernel = pairs.score_kernel(logits.shape[1], score, renormalize, scale, backward=True)
-    return kernel.over(len(logits), place_of(logits), given, made=torch.empty_like(logits))
-
-
-@define(
-    "score_pairs(Tensor logits, Tensor pair_experts, Tensor token_offsets, str score, bool renormalize, float scale) -> Tensor",
-    lambda logits, pair_experts, *_: logits.new_empty(pair_experts.shape),
-    **_derivative(score_pairs_backward, 1, lambda inputs, output: (inputs[:3], inputs[3:])),
-)
-def score_pairs(
-    logits: Tensor, pair_experts: Tensor, token_offsets: Tensor, score: str, renormalize: bool, scale: float
-) -> Tensor:
-    """The scores (P,) of the pairs that `choose_pairs` lists; differentiable in the logits (T, E)."""
-    given = logits, pair_experts, token_offsets
-    if not _kernels_take(logits):
-        return fallback.score_pairs(*given, score=score, renormalize=renormalize, scale=scale)
-    kernel, sizes = pairs.score_kernel(logits.shape[1], score, renormalize, scale), (len(logits), len(pair_experts))
-    made = logits.new_empty(len(pair_experts))
-    return kernel.over(pairs.pair_rows(*sizes), place_of(logits), given, *sizes, made=made)
-
-
 # --- Hash --------------------------------------------------------------------------------------------------------------------
 
 
 @define(
     "hash_experts(Tensor token_ids, SymInt num_experts, SymInt top_k, int seed) -> Tensor",
-    lambda token_ids, num_experts, top_k, seed: _integers(token_ids, (token_ids.shape[0], top_k))[0],
+    lambda token_ids, num_experts, top_k, seed: integers(token_ids, (token_ids.shape[0], top_k))[0],
     chooses=True,
 )
 def hash_experts(token_ids: Tensor, num_experts: int, top_k: int, seed: int) -> Tensor:
@@ -293,6 +202,6 @@ def hash_experts(token_ids: Tensor, num_experts: int, top_k: int, seed: int) -> 
     if not (takes and has_dispatch_kernels("auto", token_ids.device)):
         return fallback.hash_route(token_ids, num_experts, top_k, seed=seed)
     num_tokens, ids = len(token_ids), token_ids.to(torch.int64).contiguous()
-    (experts,) = _integers(token_ids, (num_tokens, top_k))
+    (experts,) = integers(token_ids, (num_tokens, top_k))
     kernel, numbers = topk.hash_kernel(num_experts, top_k), (topk.start_of(seed), num_tokens)
     return kernel.over(num_tokens, place_of(ids), (ids,), *numbers, made=experts)

@@ -22,7 +22,7 @@ from blazeproto.autograd.checkpoint import refuse_another_bias
 from blazeproto.autograd.checks import check_dense
 from blazeproto.autograd.operators import on_another_gpu
 from blazeproto.autograd.private import refuse_transforms, saved_by_export, unobserved
-from blazeproto.router import fallback, ops
+from blazeproto.router import fallback, ops, pair_ops
 from blazeproto.router.bias import check_load, in_fp32, unrounded, updated_bias
 from blazeproto.router.choices import Choice, Hash, TokenRounding, make_choice
 from blazeproto.router.kinds import MASK_32
@@ -228,8 +228,8 @@ class Router(nn.Module):
             if isinstance(choice, TokenRounding) and not torch.compiler.is_compiling():
                 choice.warn_of_few(len(logits), self.num_experts, self.top_k)
             crossing, drops = choice.crossing(ranked, chosen, counted=mask), choice.DROPS
-            experts, pair_tokens, token_offsets, load = ops.choose_pairs.entry((), unobserved=hidden)(*crossing)
-            scores = ops.score_pairs.entry((logits,), unobserved=hidden)(logits, experts, token_offsets, *options)
+            experts, pair_tokens, token_offsets, load = pair_ops.choose_pairs.entry((), unobserved=hidden)(*crossing)
+            scores = pair_ops.score_pairs.entry((logits,), unobserved=hidden)(logits, experts, token_offsets, *options)
         if padding is not None and pair_tokens is None:
             scores, experts = scores.masked_fill(padding, 0), experts.masked_fill(padding, -1)
             chosen = experts

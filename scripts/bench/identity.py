@@ -250,48 +250,48 @@ def _numba_identity(kernel: NumbaKernel) -> str:
 TIMED_BY = ("scripts.", "blazeproto.lab.times")  # where what times a figure stands
 # The router's floor is blazeproto.cost's, to the digit; the exchange's had a checkout's path in it. A row has its sizes under
 # other names. A models' row borrows no figure of another run, and one more program can be measured. The language model's trainer
-# compares checksums and refuses options that do nothing. What launches blazeproto's kernels gives the backend a record, and the
-# launches of quantized operands have other names. What keeps the kernels from running has another name.
+# compares checksums and refuses options that do nothing. What launches blazeproto's kernels gives the backend a record, whose
+# class moved, and the launches of quantized operands have other names. What keeps the kernels from running has another name.
 AS_BEFORE = {
     "0934be240837f86d": "338d3e0ffcef8934",  # scripts.bench.router.measure
     "6bb3e78b8fa01ba1": "8229904c33236c82",  # scripts.bench.distributed.weak_scaling
     "193b1a374887dad8": "f3d7dfbeb5137d3d",  # scripts.bench.distributed.losses
     "6f5873371f6d8013": "dc256b1a0d23245b",  # scripts.bench.expert_parallel.measure
     "6fca11a6ce220cd5": "f487aae5d2d596e7",  # scripts.bench.expert_parallel.measure_torchs
-    "e90fa147c2e681b7": "f487aae5d2d596e7",
-    "018f31ac54ebf294": "baf123cdad879a73",  # scripts.bench.models.layers.decode
-    "0a1a00da1934b126": "ed7a5dc176d6ed5e",  # scripts.bench.models.layers.liger
-    "81568987246788d1": "64d2cd81b44995ae",  # scripts.bench.models.layers.models
-    "0527f1e7f8bda857": "34c1e28663818945",  # scripts.bench.models.layers.quack
-    "315abaa9ea29451c": "5bea2a0890fa853e",  # scripts.bench.models.layers.skew
+    "e90fa147c2e681b7": "f487aae5d2d596e7",  # scripts.bench.expert_parallel.measure_torchs
+    "018f31ac54ebf294": "5b1a89a4e527d6f1",  # scripts.bench.models.layers.decode
+    "0a1a00da1934b126": "b42d62887995c876",  # scripts.bench.models.layers.liger
+    "81568987246788d1": "9f61c5c6d1bdf746",  # scripts.bench.models.layers.models
+    "0527f1e7f8bda857": "6d7a9c84bde26de3",  # scripts.bench.models.layers.quack
+    "315abaa9ea29451c": "d827297762c04cf6",  # scripts.bench.models.layers.skew
     "12525638eb3c72ef": "7ef367d94c1926ef",  # scripts.bench.models.megablocks.micro_batch
-    "3c6b66779da873bc": "b11ddf8ec37c327c",  # scripts.bench.blocksparse.measure_layers
-    "17a2d1d0177fa977": "3a187587cff0ff74",  # scripts.bench.blocksparse.measure_others
-    "46cd499ea5760897": "c0ec37e3985636b7",  # scripts.bench.extras.bounded_workspace
-    "dcf15b5ee66f1b51": "7d6ecb511e7da57e",  # scripts.bench.extras.four_million_tokens
-    "cd299a9da41173e5": "9ee42f2c3df2f28e",  # scripts.bench.extras.skewed_routing
-    "478a7e76c2858201": "2f73bc3666d65467",  # scripts.bench.fp8.check
-    "c744450bc572db3a": "ad79f9c1dbad2942",  # scripts.bench.fp8.in_a_row
-    "22997ac49692f5de": "4a1b79d203792fa2",  # scripts.bench.fp8.layer
-    "7657ad5e66b167d4": "7975e73de92de118",  # scripts.bench.fp8.products
-    "5b5ab315b667b24f": "16a3a3869df18277",  # scripts.bench.fp8_peers.layers
-    "e620daa0b8275559": "01c8fc4c314284f5",  # scripts.bench.headline.run_of
-    "58630920b97628e5": "81c46d8f078b3f3a",  # scripts.bench.layer.measure
-    "85c6ed861b5685eb": "3e91365d78005c26",  # scripts.bench.lora.measure
-    "0ce7b291ff95e0a2": "44ef29144ef70ebb",  # scripts.bench.models.layers.choices
-    "2976600ee6bb3634": "29fc90145598e484",  # scripts.bench.models.layers.padding
-    "944c27ffa1eaf7f0": "28b5893aed336de9",  # scripts.bench.module.measure
-    "13733e8f5c4e1967": "6f2f48052c9390d9",  # scripts.bench.paper.kernels.gather
-    "a79688d047be3610": "72400e35a61c2879",  # scripts.bench.paper.kernels.kernel_times
-    "61c7250fa7b8686c": "d63d0c5863d904b0",  # scripts.bench.paper.kernels.scores_gradient
-    "571cbacd639e611f": "dcc96184c9759d26",  # scripts.bench.paper.kernels.token_rounding
-    "1256d94c08370a81": "86bfe7748313c797",  # scripts.bench.paper.layers.ablation
-    "62d7d70d4d33de8e": "63907248e950030c",  # scripts.bench.paper.layers.against_all
-    "1901cb40738016f3": "f57eda6ee9ec5b3d",  # scripts.bench.paper.layers.against_megablocks
-    "17ad9678ee5b4ff7": "0ad71bf8f9f5051f",  # scripts.bench.paper.layers.combines
-    "9429517690ba491e": "5ba8c03e18ed1bf0",  # scripts.bench.paper.steps.activations
-    "ecb0635c3298e60c": "0116a0d716882106",  # scripts.bench.paper.steps.policies
-    "ab57d6b1d6cc5775": "e876f62c1afafbe4",  # scripts.bench.paper.steps.waterfall
+    "3c6b66779da873bc": "9e6446864a1b4c47",  # scripts.bench.blocksparse.measure_layers
+    "17a2d1d0177fa977": "143baebe95008f3a",  # scripts.bench.blocksparse.measure_others
+    "46cd499ea5760897": "402d7dd74e9da491",  # scripts.bench.extras.bounded_workspace
+    "dcf15b5ee66f1b51": "5808f32a0601d7c1",  # scripts.bench.extras.four_million_tokens
+    "cd299a9da41173e5": "aa510345da02bd83",  # scripts.bench.extras.skewed_routing
+    "478a7e76c2858201": "1a80be1c1c9f4bac",  # scripts.bench.fp8.check
+    "c744450bc572db3a": "ae8dce0da97bc7dc",  # scripts.bench.fp8.in_a_row
+    "22997ac49692f5de": "3ae315f2913680e5",  # scripts.bench.fp8.layer
+    "7657ad5e66b167d4": "990b7a77b18ab964",  # scripts.bench.fp8.products
+    "5b5ab315b667b24f": "e20c56e5f4b6c114",  # scripts.bench.fp8_peers.layers
+    "e620daa0b8275559": "1a07158d5655d1f2",  # scripts.bench.headline.run_of
+    "58630920b97628e5": "c2952f98bdcd2dad",  # scripts.bench.layer.measure
+    "85c6ed861b5685eb": "79d5c6255a099e5d",  # scripts.bench.lora.measure
+    "0ce7b291ff95e0a2": "e151859d12c8d391",  # scripts.bench.models.layers.choices
+    "2976600ee6bb3634": "0bd740520cd82165",  # scripts.bench.models.layers.padding
+    "944c27ffa1eaf7f0": "d2e093481aa6127c",  # scripts.bench.module.measure
+    "13733e8f5c4e1967": "a1247020c34f1be4",  # scripts.bench.paper.kernels.gather
+    "a79688d047be3610": "f97620d8f111479c",  # scripts.bench.paper.kernels.kernel_times
+    "61c7250fa7b8686c": "f4c5ab440fdbecf8",  # scripts.bench.paper.kernels.scores_gradient
+    "571cbacd639e611f": "e9c1b2a219093bc0",  # scripts.bench.paper.kernels.token_rounding
+    "1256d94c08370a81": "019fed3061d7343f",  # scripts.bench.paper.layers.ablation
+    "62d7d70d4d33de8e": "b6863781d19a5f70",  # scripts.bench.paper.layers.against_all
+    "1901cb40738016f3": "43ca5d688a9c04ff",  # scripts.bench.paper.layers.against_megablocks
+    "17ad9678ee5b4ff7": "9e4129bcb0f17d02",  # scripts.bench.paper.layers.combines
+    "9429517690ba491e": "6fa9e6b76950743f",  # scripts.bench.paper.steps.activations
+    "ecb0635c3298e60c": "a7a2a1e65a5633c7",  # scripts.bench.paper.steps.policies
+    "ab57d6b1d6cc5775": "00220b27191ad3ae",  # scripts.bench.paper.steps.waterfall
 }
 """By the identity of an earlier form of a benchmark, that of today's, which times the same and computes the same from it."""
 REPOSITORY = Path(__file__).resolve().parents[2]

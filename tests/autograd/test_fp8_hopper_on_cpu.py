@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from blazeproto.autograd import fp8_backend, mlp, quantize_weights, steps
+from blazeproto.autograd import hopper_backend, mlp, quantize_weights, steps
+from blazeproto.autograd.records import quantized_weight
 from blazeproto.dispatch import Dispatch
 from blazeproto.gemm import down_backward, linear, quantize, up, weight_fp8
 from blazeproto.gemm.e4m3 import BLOCK, Quantized, from_e4m3, to_e4m3
@@ -68,7 +69,18 @@ def launch_transpose(
             out.scales[:, block] = shared[columns.start : columns.stop : BLOCK]
 
 
-def launch_up(x: Quantized, up_proj: Quantized, at: Dispatch, *, activation: str, h: Quantized, act: Quantized) -> None:
+def launch_up(
+    x: Quantized,
+    up_proj: Quantized,
+    at: Dispatch,
+    *,
+    activation: str,
+    transposed: bool,
+    bias: None,
+    low: None,
+    h: Quantized,
+    act: Quantized,
+) -> None:
     tokens, weights = from_e4m3(torch, x, "token").double(), from_e4m3(torch, up_proj, "128x128").double()
     for expert, rows, pairs in experts_of(at):
         made = tokens[pairs // at.top_k] @ weights[expert].T
@@ -76,7 +88,18 @@ def launch_up(x: Quantized, up_proj: Quantized, at: Dispatch, *, activation: str
         store(h, to_e4m3(torch, made, "1x128"), rows), store(act, to_e4m3(torch, silu(gate) * linear, "1x128"), rows)
 
 
-def launch_linear(a: Quantized, weights: Quantized, at: Dispatch, *, columns: range, out: Tensor, name: str) -> None:
+def launch_linear(
+    a: Quantized,
+    weights: Quantized,
+    at: Dispatch,
+    *,
+    columns: range,
+    out: Tensor,
+    transposed: bool = False,
+    bias: None = None,
+    low: None = None,
+    name: str = "",
+) -> None:
     wide, of_experts = from_e4m3(torch, a, "1x128").double(), from_e4m3(torch, weights, "128x128").double()
     for expert, rows, _ in experts_of(at):
         out[rows] = wide[rows] @ of_experts[expert, columns.start : columns.stop].T
@@ -97,6 +120,8 @@ def launch_down_backward(
     at: Dispatch,
     *,
     activation: str,
+    transposed: bool,
+    low: None,
     dh: Quantized,
     a_scaled: Quantized,
     d_scores: Tensor,
@@ -135,15 +160,13 @@ def launch_weight(
 
 
 LAUNCHES = (
-    *(
-        (quantize, each.__name__, each)
-        for each in (launch_rows, launch_weights, launch_block_offsets, launch_transpose)
-    ),
+    *((quantize, each.__name__, each) for each in (launch_rows, launch_block_offsets, launch_transpose)),
     (up, "launch", launch_up),
     (linear, "launch", launch_linear),
     (down_backward, "launch", launch_down_backward),
     (weight_fp8, "launch", launch_weight),
-    (fp8_backend, "launch_combine", launch_combine),
+    (hopper_backend, "launch_combine", launch_combine),
+    (hopper_backend, "quantize_weights", launch_weights),
 )
 
 
@@ -164,10 +187,10 @@ def quantized_orders(monkeypatch):
     for module, name, launch in LAUNCHES:
         monkeypatch.setattr(module, name, stand_in(getattr(module, name), launch))
     monkeypatch.setattr(Dispatch, "num_rows", property(lambda self: len(self.expert_pair_indices)), raising=False)
-    monkeypatch.setattr(fp8_backend.Hopper, "rows_of", staticmethod(lambda dispatch: dispatch))
-    monkeypatch.setattr(fp8_backend, "current_stream", lambda _: 0)
+    monkeypatch.setattr(hopper_backend, "rows_of", lambda dispatch: dispatch)
+    monkeypatch.setattr(hopper_backend, "current_stream", lambda _: 0)
     for module in (steps, mlp):
-        monkeypatch.setattr(module, "backend_on", lambda *_, **__: fp8_backend.Hopper())
+        monkeypatch.setattr(module, "backend_on", lambda *_, **__: hopper_backend)
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield orders
     torch.use_deterministic_algorithms(False)
@@ -200,8 +223,12 @@ def test_it_is_the_formula_and_quantizes_no_weight_twice(make_case, quantized_or
 
 def test_weights_are_rounded_to_the_dtype_of_x_first(quantized_orders):
     weight = torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(0))
-    from_f32, from_bf16 = (fp8_backend.Hopper.keep(of, torch.bfloat16) for of in (weight, weight.bfloat16()))
-    assert torch.equal(from_f32, from_bf16) and not torch.equal(from_f32, fp8_backend.Hopper.keep(weight, weight.dtype))
+
+    from_f32, from_bf16, exact = (
+        quantized_weight(hopper_backend.quantize_weights, of, dtype, None, None)
+        for of, dtype in ((weight, torch.bfloat16), (weight.bfloat16(), torch.bfloat16), (weight, weight.dtype))
+    )
+    assert all(map(torch.equal, from_f32, from_bf16)) and not torch.equal(from_f32.values, exact.values)
 
 
 def test_dh_lies_over_h_which_nobody_else_reads(make_case, quantized_orders, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blazeproto.autograd import SavePolicy, torch_backend
+from blazeproto.autograd import SavePolicy, steps, torch_backend
 from tests.autograd.test_lora import WEIGHTS, adapted  # noqa: F401
 
 POLICIES = [policy.value for policy in SavePolicy]
@@ -65,14 +65,14 @@ def test_backward_runs_what_the_one_trained_tensor_needs(adapted, monkeypatch, t
         "expert_row_sum",
     ):
         watch(name)
-    real_cast = torch_backend.cast
+    real_cast = steps.cast
 
     def cast(t, dtype):
         if t is not None and t.data_ptr() == case.gate_up_proj.data_ptr():
             seen.add("cast up_proj")
         return real_cast(t, dtype)
 
-    monkeypatch.setattr(torch_backend, "cast", cast)
+    monkeypatch.setattr(steps, "cast", cast)
     out.backward(case.d_out)
     again = AGAIN | ({"low_rank_rows act a"} if trained == "down_b" else set())
     assert seen == STEPS[trained] | (again if save == "recompute" and trained != "down_bias" else set())

@@ -11,7 +11,6 @@ import ctypes
 import inspect
 import weakref
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -282,21 +281,28 @@ def test_dispatch_gets_what_it_asks_for(make_case, monkeypatch):
     def array(address, size, dtype=np.int32):
         return np.frombuffer((ctypes.c_byte * (size * np.dtype(dtype).itemsize)).from_address(address), dtype)
 
-    def run(ids, lists, workspace, num_tokens, top_k, num_experts, device, stream, *, capacity):
-        assert stream == 7
-        num_lists, num_pairs = len(lists) - (capacity is not None), num_tokens * top_k
-        calls.append(((num_tokens, top_k), num_lists, capacity))
-        ids = array(ids, num_pairs, np.int64 if num_lists == 4 else np.int32).reshape(num_tokens, top_k)
-        twin = dispatch_twin.build_dispatch(ids, num_experts, row_capacity=capacity)
-        names = ("expert_pair_indices", "expert_token_offsets", "token_index_map", "token_expert_indices")
-        for address, name in zip(lists[:num_lists], names, strict=False):
-            array(address, getattr(twin, name).size)[:] = getattr(twin, name)
+    class Method:
+        def __init__(self, capacity):
+            self.capacity = capacity
+
+        def workspace_bytes(self, *shape):
+            return 4
+
+        def run(self, ids, lists, workspace, num_tokens, top_k, num_experts, device, stream):
+            assert stream == 7
+            num_lists, num_pairs = len(lists) - (self.capacity is not None), num_tokens * top_k
+            calls.append(((num_tokens, top_k), num_lists, self.capacity))
+            ids = array(ids, num_pairs, np.int64 if num_lists == 4 else np.int32).reshape(num_tokens, top_k)
+            twin = dispatch_twin.build_dispatch(ids, num_experts, row_capacity=self.capacity)
+            names = ("expert_pair_indices", "expert_token_offsets", "token_index_map", "token_expert_indices")
+            for address, name in zip(lists[:num_lists], names, strict=False):
+                array(address, getattr(twin, name).size)[:] = getattr(twin, name)
 
     for ids in (case.topk_experts, case.topk_experts.long(), varying.topk_experts):
         for chunk_tokens, capacity in ((0, None), (16, None), (0, 20), (16, 20)) if ids.dim() == 2 else ((0, None),):
             expected = torch.ops.blazeproto.dispatch(ids, 5, chunk_tokens, "torch", capacity)
             with monkeypatch.context() as patched:
-                patched.setattr(build, "_launcher", lambda method, capacity: partial(run, capacity=capacity))
+                patched.setattr(build, "_method", lambda _, capacity: Method(capacity))
                 patched.setattr(build.arrays, "current_stream", lambda array: 7)
                 patched.setattr(chunks, "dispatch_backend", lambda *_: hopper_backend)
                 got = torch.ops.blazeproto.dispatch(ids, 5, chunk_tokens, "hopper", capacity)

@@ -8,7 +8,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 import pytest
 
 from blazeproto import MoE, moe_mlp
-from blazeproto.autograd import Options, SavePolicy, grouped_experts
+from blazeproto.autograd import Dispatcher, Options, SavePolicy, backends, dispatcher, grouped_experts, mlp
 
 TAKERS = {"moe_mlp": moe_mlp, "MoE": MoE, "grouped_experts": grouped_experts}
 LEFT_OUT = {"grouped_experts": {"row_capacity", "workspace_bytes", "validate"}}
@@ -80,3 +80,17 @@ def test_one_object_of_which_keywords_change_a_part(make_case):
 def test_options_of_another_type_are_refused(make_case):
     with pytest.raises(TypeError, match="options: expected an Options or None, got dict"):
         make_case().forward(options={"save": "paper"})
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "new", "thing"),
+    [
+        (dispatcher, "dispatched_mlp", "autograd.mlp.dispatched_mlp now", mlp.dispatched_mlp),
+        (dispatcher, "Dispatcher", "autograd.ranks.Dispatcher now", Dispatcher),
+        (backends, "HOPPER_CAPABILITY", "runtime.arch.HOPPER.capabilities", (9, 0)),
+    ],
+    ids=["dispatched_mlp", "Dispatcher", "HOPPER_CAPABILITY"],
+)
+def test_an_old_name_warns_and_says_the_new_one(module, name: str, new: str, thing: object) -> None:
+    with pytest.warns(DeprecationWarning, match=f"{module.__name__}.{name} is blazeproto.{new}"):
+        assert getattr(module, name) == thing

@@ -16,7 +16,7 @@ import blazeproto
 from blazeproto import MoE
 from blazeproto.autograd import moe_mlp
 from blazeproto.blocksparse import DroppingMoE, dMoE
-from blazeproto.router import ops
+from blazeproto.router import ops, pair_ops
 from blazeproto.router.linear import router_logits
 from blazeproto.router.router import ROUTERS
 
@@ -28,7 +28,7 @@ OPERATORS: dict[str, tuple[Callable[[Tensor], Any], set[int]]] = {
     "router_logits": (lambda x: router_logits(x, torch.ones(4, 6, dtype=x.dtype), None), {0}),
     "route_top_k": (lambda x: ops.route_top_k(x, None, 2, *ROUTE), {1}),
     "routing_losses": (lambda x: ops.routing_losses(x, IDS, "softmax_topk", 0.5, 0.1, False), {3}),
-    "score_pairs": (lambda x: ops.score_pairs(x, PAIRS, OFFSETS, *ROUTE), set()),
+    "score_pairs": (lambda x: pair_ops.score_pairs(x, PAIRS, OFFSETS, *ROUTE), set()),
     "moe_experts": (lambda x: experts_of(x), set()),
 }
 
@@ -43,7 +43,7 @@ def test_every_operator_with_a_derivative_is_here() -> None:
     defined = re.findall(
         r'\bdefine\(\s*f?"(\w+)\((.*?)\n\)[\n(]', "".join(p.read_text() for p in root.rglob("*.py")), re.DOTALL
     )
-    names = {name for name, rest in defined if "setup=" in rest or "_derivative(" in rest}
+    names = {name for name, rest in defined if "setup=" in rest or "derivative(" in rest}
     assert names == set(OPERATORS) and len(defined) > 10
 
 

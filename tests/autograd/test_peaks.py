@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from blazeproto.autograd import backends, fp8_backend, hopper_backend, mlp, moe_mlp, node, quantize_weights
+from blazeproto.autograd import backends, hopper_backend, mlp, moe_mlp, node, quantize_weights
 from blazeproto.dispatch import Dispatch
 from blazeproto.dispatch.structures import addresses
 from blazeproto.runtime.target import device_of, launches_on
@@ -54,9 +54,8 @@ def peak(monkeypatch):
     recorder = Recorder(SMS)
     device = device_of(recorder)
     monkeypatch.setattr(hopper_backend, "rows_of", lambda dispatch: addresses(dispatch, device, 0))
-    monkeypatch.setattr(fp8_backend.Hopper, "rows_of", staticmethod(lambda dispatch: addresses(dispatch, device, 0)))
-    monkeypatch.setattr(fp8_backend, "current_stream", lambda _: 0)
-    monkeypatch.setattr(fp8_backend, "OnStream", lambda *_: fp8_backend.quantize.OnStream(device, 0))
+    monkeypatch.setattr(hopper_backend, "current_stream", lambda _: 0)
+    monkeypatch.setattr(hopper_backend, "OnStream", lambda *_: hopper_backend.quantize.OnStream(device, 0))
     for module in (mlp, node):
         monkeypatch.setattr(module, "unobserved", lambda _: True)
 

@@ -13,7 +13,7 @@ from simulator import simulate
 from stand_ins import play_kernels
 from test_topk import check_kernel, fresh_cache, on_device  # noqa: F401  fresh_cache is a fixture
 
-from blazeproto.router import choose_pairs, fallback, hash_route, ops, pairs, score_pairs, topk
+from blazeproto.router import choose_pairs, fallback, hash_route, ops, pair_ops, pairs, score_pairs, topk
 from blazeproto.router.choices import Capacity, ExpertChoice, TokenRounding
 from blazeproto.router.fallback import choose_top_k
 from blazeproto.router.kinds import RULES, WAYS
@@ -49,7 +49,7 @@ def pairs_of(
 ) -> tuple[torch.Tensor, ...]:
     """What the operator makes of a choice."""
     generator = torch.Generator(scores.device).manual_seed(seed)
-    return ops.choose_pairs(*choice.crossing(scores, experts, generator, counted))
+    return pair_ops.choose_pairs(*choice.crossing(scores, experts, generator, counted))
 
 
 # --- The operators -------------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def test_the_operators_gradient_is_autograds(score: str, renormalize: bool) -> N
     right = fallback.pair_scores(logits, *listed, **options)
     d_scores = torch.randn_like(right)
     (d_logits,) = torch.autograd.grad(right, logits, d_scores)
-    scores = ops.score_pairs(logits, *listed, *options.values())
+    scores = pair_ops.score_pairs(logits, *listed, *options.values())
     torch.testing.assert_close(scores, right)
     torch.testing.assert_close(torch.autograd.grad(scores, logits, d_scores)[0], d_logits)
 
@@ -119,7 +119,7 @@ def test_pairs_of_a_token_with_a_logit_that_is_no_number(score: str, value: floa
     pair_experts, _, token_offsets, _ = fallback.pairs_of(torch.ones(5, 4, dtype=torch.bool), 20)
     for renormalize in (False, True):
         leaf = logits.clone().requires_grad_()
-        made = ops.score_pairs(leaf, pair_experts, token_offsets, score, renormalize, 1.0)
+        made = pair_ops.score_pairs(leaf, pair_experts, token_offsets, score, renormalize, 1.0)
         if not SCORES[score].elementwise:
             assert made[4:8].isnan().all()
         assert made.detach()[[*range(4), *range(8, 20)]].isfinite().all()
@@ -142,14 +142,14 @@ def test_operators_are_well_formed() -> None:
     scores = scores_of("normal", 12, 4)
     experts = choose_top_k(scores, 2)
     for by in WAYS:
-        torch.library.opcheck(ops.choose_pairs.overload, (scores, experts, torch.rand(4), by, [], 4, 48, None))
+        torch.library.opcheck(pair_ops.choose_pairs.overload, (scores, experts, torch.rand(4), by, [], 4, 48, None))
     pair_experts, token_offsets = some_pairs(12, 4)
     for score in SCORES:
         logits, options = torch.randn(12, 4, requires_grad=True), (score, True, 1.5)
-        torch.library.opcheck(ops.score_pairs.overload, (logits, pair_experts, token_offsets, *options))
+        torch.library.opcheck(pair_ops.score_pairs.overload, (logits, pair_experts, token_offsets, *options))
         d_scores = torch.randn(len(pair_experts))
         backward = (logits.detach(), pair_experts, token_offsets, d_scores, *options)
-        torch.library.opcheck(ops.score_pairs_backward.overload, backward)
+        torch.library.opcheck(pair_ops.score_pairs_backward.overload, backward)
     torch.library.opcheck(ops.hash_experts.overload, (torch.arange(5), 8, 2, 3))
 
 
@@ -161,7 +161,7 @@ def test_the_kernels_are_called_as_the_fallback_is(monkeypatch: pytest.MonkeyPat
 
     def outcome(choice: Any) -> list[torch.Tensor]:
         made = pairs_of(choice, scores, experts)
-        given = ops.score_pairs(logits, made[0], made[2], "sigmoid", True, 1.5)
+        given = pair_ops.score_pairs(logits, made[0], made[2], "sigmoid", True, 1.5)
         (d_logits,) = torch.autograd.grad(given.square().sum(), logits)
         return [*made, given, d_logits, ops.hash_experts(ids, 6, 2, 5)]
 

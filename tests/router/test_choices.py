@@ -25,7 +25,7 @@ from blazeproto.router.choices import (
     rounded_counts,
 )
 from blazeproto.router.fallback import choose_top_k
-from blazeproto.router.ops import choose_pairs
+from blazeproto.router.pair_ops import choose_pairs
 
 RULES = ("nr_f", "sr_f", "nr_s", "balance_f", "up", "down")
 SOME = settings(max_examples=60, deadline=None)

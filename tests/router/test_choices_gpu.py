@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_choice_kernels import EVERY, pairs_of
 
-from blazeproto.router import ops
+from blazeproto.router import ops, pair_ops
 from blazeproto.router.choices import Capacity, ExpertChoice, Hash, TokenRounding
 from blazeproto.router.kinds import DRAWING_RULES, MASK_32, RULES
 from blazeproto.router.router import ROUTERS, make_router
@@ -122,7 +122,7 @@ def test_scores_and_their_gradient_as_torch(
     d_scores = torch.randn(len(listed[0]), device="cuda")
 
     def outcome() -> tuple[torch.Tensor, torch.Tensor]:
-        scores = ops.score_pairs(logits, *listed, score, renormalize, 1.5)
+        scores = pair_ops.score_pairs(logits, *listed, score, renormalize, 1.5)
         return scores.detach(), torch.autograd.grad(scores, logits, d_scores)[0]
 
     made, again = outcome(), outcome()
@@ -141,7 +141,7 @@ def test_a_nan_token_is_alone() -> None:
         experts = top_k_of(logits, 4)
         pair_experts, pair_tokens, offsets, _ = pairs_of(Capacity(100), dense, experts)
         leaf = logits.clone().requires_grad_()
-        scores = ops.score_pairs(leaf, pair_experts, offsets, score, True, 1.0)
+        scores = pair_ops.score_pairs(leaf, pair_experts, offsets, score, True, 1.0)
         mine = pair_tokens == 33
         assert mine.sum() == 4 and scores[mine].isnan().all() and scores[~mine].isfinite().all()
         d_logits = torch.autograd.grad(scores, leaf, torch.ones_like(scores))[0]

@@ -52,7 +52,7 @@ def test_losses_and_their_gradient_are_torch_s(score, balance, z, by_kernels, mo
     """Those of the operators, which also call what stands for the kernels; the coefficients are theirs."""
     if by_kernels:
         play_kernels(monkeypatch)
-        monkeypatch.setattr(ops, "_kernels_take", lambda logits: True)  # float64 too
+        monkeypatch.setattr(ops, "kernels_take", lambda logits: True)  # float64 too
     values, experts = draw()
     balance_loss, z_loss, load, _ = ops.routing_losses(values, experts, score, balance, z, False)
     counts = fallback.expert_load(experts, 7)
@@ -79,7 +79,7 @@ def test_an_id_that_int32_has_no_room_for_counts_nowhere(kernels, monkeypatch):
     )
     launched = play_kernels(monkeypatch) if kernels else set()
     if kernels:
-        monkeypatch.setattr(ops, "_kernels_take", lambda logits: True)
+        monkeypatch.setattr(ops, "kernels_take", lambda logits: True)
     made = ops.routing_losses(values, experts, "sigmoid", 0.5, 0.1, False)
     assert launched == ({"routing_losses"} if kernels else set())
     assert all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))

@@ -9,7 +9,7 @@ import torch
 from simulator import simulate
 from test_topk import check_kernel, fresh_cache  # noqa: F401  a fixture
 
-from blazeproto.router import fallback, losses, ops, pairs, topk
+from blazeproto.router import fallback, losses, ops, pair_ops, pairs, topk
 from blazeproto.router.scores import SCORES
 
 
@@ -46,7 +46,7 @@ def test_gradients_of_operators(score: str, renormalize: bool) -> None:
     experts = fallback.choose_top_k(logits.detach(), 3)
     pair_experts, _, token_offsets, _ = fallback.pairs_of(torch.rand(5, 6) < 0.5, 30)
     torch.autograd.gradcheck(lambda v: ops.route_top_k(v, None, 3, *options)[0], logits)
-    torch.autograd.gradcheck(lambda v: ops.score_pairs(v, pair_experts, token_offsets, *options), logits)
+    torch.autograd.gradcheck(lambda v: pair_ops.score_pairs(v, pair_experts, token_offsets, *options), logits)
     torch.autograd.gradcheck(lambda v: ops.routing_losses(v, experts, score, 0.5, 0.1, False)[:2], logits)
 
 

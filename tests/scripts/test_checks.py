@@ -15,7 +15,7 @@ from torch import Tensor
 import blazeproto.autograd
 from blazeproto import gemm
 from blazeproto.activations import ACTIVATIONS
-from blazeproto.autograd import fp8_backend, moe_mlp, torch_backend
+from blazeproto.autograd import moe_mlp, torch_backend
 from blazeproto.autograd.torch_formulas import Torch
 from blazeproto.dispatch import Dispatch
 from blazeproto.gemm import Sizes
@@ -280,12 +280,12 @@ def test_the_fuzzer_of_fp8_sees_a_wrong_block_of_a_row(
     kernels' place."""
     makers = {"H": ("up_forward", 0), "act": ("up_forward", 1), "dH": ("down_backward_act", 0)}
     maker, index = makers.get(record, ("down_backward_act", 2))
-    real, planting = getattr(fp8_backend.Plain, maker), False
+    real, planting = getattr(torch_backend, maker), False
 
     def planted(*args: Any, **options: Any) -> Any:
         made = real(*args, **options)
         if planting:
-            fp8_backend.rows_in(made[index], fp8_backend.width_of(made[index])).scales[0, 0] *= factor
+            torch_backend.rows_in(made[index], torch_backend.width_of(made[index])).scales[0, 0] *= factor
         return made
 
     def with_blocks(wrong: bool) -> Callable[..., Any]:
@@ -296,7 +296,7 @@ def test_the_fuzzer_of_fp8_sees_a_wrong_block_of_a_row(
 
         return run
 
-    monkeypatch.setattr(fp8_backend.Plain, maker, planted)
+    monkeypatch.setattr(torch_backend, maker, planted)
     single, _ = fuzz_fp8(with_blocks(True), ONE, with_blocks(False))
     assert {line.split(":")[1].strip() for line in single} == seen
     single, together = fuzz_fp8(with_blocks(True), MANY, with_blocks(False))

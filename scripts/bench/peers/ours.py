@@ -46,7 +46,7 @@ def build(shape: Sizes, inputs: LayerInputs, **options: Any) -> Program:
 def launch_kernels(inputs: LayerInputs, dispatch: Dispatch) -> tuple[object, ...]:
     """The kernels of a forward and a backward, launched as the operators of `moe_mlp` do, their outputs allocated."""
     from blazeproto.autograd import hopper_backend as backend
-    from blazeproto.autograd.step import BackendStep, OuterSum
+    from blazeproto.autograd.call import BackendStep, OuterSum
 
     x, d_out, scores = inputs.x.detach(), inputs.grad_output, inputs.scores.detach()
     up_proj, down_proj = inputs.gate_up_proj.detach(), inputs.down_proj.detach()
