@@ -264,7 +264,7 @@ CEILINGS = {
     "blazeproto/blocksparse/**/*.py": 586,
     "blazeproto/distributed/**/*.py": 470,
     "blazeproto/integrations/**/*.py": 300,
-    "blazeproto/lab/**/*.py": 2845,
+    "blazeproto/lab/**/*.py": 2846,
     "ptxsim/*.py": 2900,
     "scripts/**/*.py": 10485,
     "tests/**/*.py ptxsim/tests/**/*.py": 26804,

@@ -340,7 +340,7 @@ LEFT_OUT = {
         for name in ("for_layer", "launches", "least_bytes", "operations", "element_of", "tiles_of")
     },
     "Recipe.operand": CALLED,
-    **dict.fromkeys(("gemm.Kernel.function", "gemm.Kernel.handle"), "needs a GPU"),
+    **dict.fromkeys(("gemm.Kernel.function", "gemm.Kernel.handle", "gemm.Kernel.load"), "needs a GPU"),
     **{f"activations.{name}": CALLED for name in FORMULAS},
     **{f"blocksparse.{kind}.saved_bytes": UNSAVED for kind in ("DroppingMoE", "SequentialMoE", "dMoE")},
     "autograd.checkpoint_policy": "called by torch",

@@ -47,7 +47,7 @@ class Case:
     rank: int = 0
     drawn: dict[str, Tensor] = field(default_factory=dict)
     quantized: bool = False
-    made: dict[tuple[str, int], Quantized] = field(default_factory=dict)
+    made: dict[tuple[str, bool, int], Quantized] = field(default_factory=dict)
     row_expert: Tensor = field(init=False)  # (rows in use,)
     row_pair: Tensor = field(init=False)
     row_token: Tensor = field(init=False)
@@ -77,10 +77,10 @@ class Case:
 
     def operand(self, array: Array, value: Tensor) -> Quantized:
         """An input of a product in e4m3, as it lies there; made once."""
-        key = (array.name, value.data_ptr())
+        turned = bool(array.quantized)
+        key = (array.name, turned, value.data_ptr())
         if key not in self.made:
-            lies = value.mT.contiguous() if array.quantized else value
-            self.made[key] = to_e4m3(torch, lies, array.scale)
+            self.made[key] = to_e4m3(torch, value.mT.contiguous() if turned else value, array.scale)
         return self.made[key]
 
     @property
@@ -288,7 +288,8 @@ def calls_of(case: Case) -> list[Call]:
 def everything_read(case: Case, given: dict[str, Tensor]) -> dict[str, Tensor | None]:
     """Every input of a call, by name."""
     arrays = {name: getattr(case, name) for name in LAYERS_OWN} | case.drawn | given
-    for (name, _), made in case.made.items():
+    for (name, turned, _), made in case.made.items():
+        name = f"{name}, turned" if turned else name
         arrays |= {f"{name} in e4m3": made.values, f"{name}'s scales": made.scales}
     return arrays | {f"dispatch.{name}": array for name, array in case.dispatch.arrays.items()}
 

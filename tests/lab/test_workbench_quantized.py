@@ -94,9 +94,10 @@ def test_a_product_is_right_and_timed_on_a_gpu(product: str) -> None:
     torch.cuda.synchronize()
 
 
-@pytest.mark.gpu
-def test_a_layers_products_are_right_on_a_gpu() -> None:
-    case = make_case(gemm.Sizes(300, 256, 256, 8, 2), quantized=True)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_layers_products_are_right(device: str) -> None:
+    """By the twins on a CPU. A weight is turned for some of them."""
+    case = make_case(gemm.Sizes(300, 256, 256, 8, 2), quantized=True, device=device)
     given = evaluate(YARDSTICK, case)
     made = oracle.run_kernels(case, given)
     for name in QUANTIZED:
