@@ -4,7 +4,7 @@ Chosen on an H200; docs/kernels.md tells why the winners won. `python -m scripts
 """
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from math import log2
 from typing import Any
 
@@ -121,9 +121,11 @@ WORTH_NARROWING = 1 / 32  # of all columns that tiles cover
 
 def tiles_for(product: str, columns: int, element: Element = BF16, arch: Arch = HOPPER) -> TileConfig:
     """Tiles for so many columns of the output."""
-    if element.scales:
-        return QUANTIZED
-    wide: TileConfig = arch.tiles[product]
+    return QUANTIZED if element.scales else _narrowed(product, columns, arch.tiles[product])
+
+
+@lru_cache(maxsize=256)
+def _narrowed(product: str, columns: int, wide: TileConfig) -> TileConfig:
     narrow = replace(wide, tile_n=NARROW.get(product, wide.tile_n))
     covered, by_narrow = (-(-columns // config.tile_n) * config.tile_n for config in (wide, narrow))
     return narrow if by_narrow <= covered * (1 - WORTH_NARROWING) else wide
