@@ -1,7 +1,8 @@
 """The grouped matrix products: CUDA C++ in ``gemm/cuda``, compiled by NVRTC, hosted by CuPy modules. No torch in here.
 
 Shapes: T tokens, d model width, n expert width, E experts, R rows in expert order, P pairs; G is 2 for a gated activation (h is
-[gate, up]), else 1. Arrays are bf16 and contiguous, scores fp32, indices int32: torch, CuPy, Numba, JAX. Every product takes a
+[gate, up]), else 1. Arrays are bf16 and contiguous, scores fp32, indices int32: torch, CuPy, Numba, JAX. The six products of a
+layer take `Quantized` operands (e4m3.py) as well. Every product takes a
 `blazeproto.dispatch.Dispatch` as it is made, runs on the caller's current stream, returns its outputs, and makes those that are
 not handed in, of the kind of array that came. Its specification is its twin, ``gemm.TWINS[name]``: the formula in its file,
 computed by NumPy. NumPy arrays, and torch's on a CPU, run that: float32 ones are rounded to bf16 where the kernels store bf16,

@@ -1,4 +1,4 @@
-"""The compiler: one .cu file in, Hopper machine code out. Needs no GPU and no driver; serves CUDA 12 and CUDA 13 alike.
+"""The compiler: one .cu file in, machine code out. Needs no GPU and no driver; serves CUDA 12 and CUDA 13 alike.
 
 Compiling imports nothing of this package, so that ``python nvrtc.py`` is a compiler process of its own, quick to start: a
 malformed ``wgmma`` can crash NVRTC instead of failing (``compile_in_subprocess`` in compile.py is its caller).

@@ -1,4 +1,4 @@
-"""To fp8 (e4m3) and back (cuda/quantize.cu), launched. What the kernels compute: e4m3.py."""
+"""To fp8 (e4m3), and quantized rows transposed (cuda/quantize.cu): the launches. What the kernels compute: e4m3.py."""
 
 from functools import cache
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Numbers rounded to bf16 and fp8 in NumPy, which has no such types: to nearest, ties to even, as the GPU rounds."""
+"""Numbers rounded to bf16 and e4m3 in NumPy, which has no such types: to nearest, ties to even, as the GPU rounds."""
 
 from typing import Any
 

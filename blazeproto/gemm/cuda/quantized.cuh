@@ -1,5 +1,5 @@
 // Quantizing to fp8 (e4m3): values that share a scale, a power of two, are divided by it and rounded to nearest, ties to even.
-// gemm/quantize.py has the twin.
+// gemm/e4m3.py has the twin.
 #pragma once
 #include "ptx.cuh"
 
