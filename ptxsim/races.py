@@ -157,7 +157,7 @@ class Races:
         return self.epochs[actor]
 
     def _tick(self, warp: Warp) -> None:
-        """A new epoch of a warp: what it does from now on is not known to those who know what it did so far."""
+        """A new epoch of a warp: earlier synchronisation does not order its accesses from here on."""
         self.clocks[warp][0, warp.actor] = self._next(warp.actor)
 
     def _fit(self, clocks: np.ndarray) -> np.ndarray:

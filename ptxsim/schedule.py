@@ -150,7 +150,7 @@ class Schedule:
         """Where it is time for more clusters."""
 
     def _ask_again(self) -> bool:
-        """Who reads the same word again need not be waiting for it: whether there is one that has not done so for long."""
+        """A repeated read is not always a spin: lets a warp go on that has not repeated one for long. Whether there was one."""
         for warp, (since, asked, again) in self.spun.items():
             if again and not warp.done and max(times for *_, times in asked.values()) < PATIENCE:
                 self.spun[warp] = since, asked, False

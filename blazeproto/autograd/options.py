@@ -63,9 +63,9 @@ class Options:
         default=SavePolicy.MINIMAL,
         metadata=_about(
             partial(_one_of, tuple(policy.value for policy in SavePolicy)),
-            """what is kept for backward, see `SavePolicy`. On the Hopper backend a backward that doesn't keep the graph may
-        overwrite H: of a forward and a backward captured as two CUDA graphs, replay the second once after the first, and
-        don't look at what ``grad_fn`` holds.""",
+            """what is kept for backward, see `SavePolicy`. On the Hopper backend backward may overwrite H unless
+        ``retain_graph=True``: with forward and backward as two CUDA graphs, replay backward exactly once per forward. What
+        ``grad_fn`` holds is undefined afterwards.""",
             in_operators=False,
         ),
     )

@@ -128,8 +128,8 @@ def _state(weight: Tensor) -> _State:
 
 
 _STEPPING: WeakKeyDictionary[Optimizer, WeakSet[torch.UntypedStorage]] = WeakKeyDictionary()
-"""The weights that a step which has begun may write to: those with gradients, which the optimizer's own hooks may drop before it
-ends, and with a closure, which makes the gradients, all."""
+"""The weights that a step in progress may write to: those with gradients at its start, since hooks may clear them before it ends;
+every trainable one if the step has a closure."""
 
 
 @cache

@@ -88,7 +88,7 @@ def _weight_box(
     element: Element,
     cluster: int,
 ) -> Box:
-    """shape: as the weights lie.  columns: of the output, so many of the weights' that begin where the map's address is.
+    """shape: as the weights lie.  columns: output columns of this launch, from the map's address on.
     halves: 2 where such columns are gate, and as many up columns belong to them.  cluster: of how many CTAs."""
     experts, outer, inner = shape
     matrix, expert = element.bytes * inner, element.bytes * inner * outer  # strides

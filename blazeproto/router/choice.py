@@ -52,8 +52,8 @@ class VaryingChoice:
     def mask(scores: Tensor, experts: Tensor, draws: Tensor | None, by: str, options: list[float], size: int) -> Tensor:
         """The formula, in torch, on any device: static shapes, and no wait for the device.
 
-        With a mask the masked tokens come last, with scores 0 and experts -1, and ``size`` is a tensor (); what this says of
-        masked tokens is not looked at.
+        With a mask the masked tokens come last, with scores 0 and experts -1, and ``size`` is a tensor (); entries for masked
+        tokens are ignored.
         """
         raise NotImplementedError
 

@@ -4,7 +4,7 @@
     score_pairs             logits (T, E), pairs -> scores (P,)                pair_kernels.py
     score_pairs_backward    d_scores (P,) -> d_logits (T, E)
 
-Plain functions on device arrays: whoever differentiates wraps the last two. `choices.py` says what is chosen, in torch.
+Plain functions on device arrays; `pair_ops.py` wraps the last two for autograd. `choices.py` has the formulas, in torch.
 """
 
 from collections.abc import Sequence

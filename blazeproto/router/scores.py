@@ -26,8 +26,9 @@ LOG2_E = math.log2(math.e)
 class DeviceFunctions(NamedTuple):
     """An elementwise score f of a logit x, in fp32, as Numba's device functions. "fast" ones may use the special-function unit.
 
-    A token's f(x) may all underflow where its logits lie far below 0. ``scaled`` is f(x) times a factor of the token's ``depth``
-    alone, how far its largest chosen logit lies below 0, such that it does not; ``one`` is exp(-depth).
+    A token's f(x) may all underflow where its logits lie far below 0. ``scaled`` is f(x) times a factor that keeps it
+    from underflowing, a function of ``depth`` alone: how far the token's largest chosen logit lies below 0. ``one`` is
+    exp(-depth).
     """
 
     fast_value: Any  # (x): f(x), by which experts are ranked under a balancing bias

@@ -102,8 +102,8 @@ def launches_on(target: Target) -> Iterator[None]:
 
 
 def device_of(target: Target) -> int:
-    """Its ordinal, which says the number of multiprocessors. So a plan that is cached for one target is right for every other
-    that has as many, and no GPU meets it."""
+    """Its ordinal, which says the number of multiprocessors. So targets with as many multiprocessors share cached plans, and an
+    ordinal is never a GPU's."""
     return FIRST_DEVICE + target.multiprocessors
 
 

@@ -10,8 +10,8 @@
 //            y of its own tokens  --> partial sums + those that came, behind their flags --> out
 //
 // The first of the blocks, one in SENDERS, send parts, in order; the others finish this rank's own tokens, in the same order, so that
-// NVLink and the memory are busy at once. Where all is sent, senders finish too. A block draws tickets for the one and for the other. Senders
-// wait for nothing, so that what a block waits for comes.
+// NVLink and the memory are busy at once. Senders then help finish. Both queues use tickets. Senders never
+// block, so every wait is satisfied.
 //
 // Floor: the larger of 2 (R + 2 T) d bytes / the memory's speed and the bytes of partial sums that leave / NVLink's rate.
 //
