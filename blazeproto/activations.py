@@ -100,7 +100,7 @@ def _gelu_tanh_slope(m: Any, x: Any) -> Any:
 
 
 class Parameter(NamedTuple):
-    """A number that an activation takes: finite in float32, as the kernels have it."""
+    """A number that an activation takes: finite in float32, the kernels' type."""
 
     name: str
     value: float  # in the table, the default
@@ -301,7 +301,7 @@ def alternating(name: str) -> str:
 
 
 def activation_named(name: str) -> Activation:
-    """The activation of this name. ValueError for another, with the nearest that there is."""
+    """The activation of this name. ValueError for another, with the nearest name."""
     if isinstance(name, str) and name in _TABLE:
         return _TABLE[name]
     if isinstance(name, str) and (found := re.fullmatch(r"(\w+)\((.+)\)", name)):

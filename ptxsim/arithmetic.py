@@ -184,7 +184,7 @@ def _chain(first: Function, second: Function) -> Function:
 
 
 def _between_integers(source: np.dtype, result: np.dtype, _: str, sat: bool) -> Function:
-    """Cut off, or widened by the source's sign; .sat: the nearest number that there is."""
+    """Cut off, or widened by the source's sign; .sat: the nearest number of that type."""
     ours, theirs = np.iinfo(source), np.iinfo(result)
     low, high = max(ours.min, theirs.min), min(ours.max, theirs.max)
     return (lambda a: np.clip(a, low, high).astype(result)) if sat else methodcaller("astype", result)
@@ -199,7 +199,7 @@ def _to_float(source: np.dtype, result: np.dtype, mode: str, _: bool) -> Functio
 
 
 def _to_integer(source: np.dtype, result: np.dtype, mode: str, _: bool) -> Function:
-    """What is out of range becomes the nearest number that there is; NaN 0, or the highest bit alone in 64 bits or of float64."""
+    """A value out of range becomes the nearest number of the type; NaN 0, or the highest bit alone in 64 bits or of float64."""
     whole, bounds = _WHOLE[mode], np.iinfo(result)
     low, beyond = float(bounds.min), float(bounds.max + 1)
     highest = np.array(1 << bounds.bits - 1, f"u{result.itemsize}").view(result)

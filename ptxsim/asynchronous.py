@@ -85,7 +85,7 @@ def _commit(kind: str, instruction: Statement, step: Compiled) -> Run:
 
 
 def _wait(kind: str, instruction: Statement, step: Compiled) -> Run:
-    """§9.7.9.25.3 cp.async.wait_group, wait_all and §9.7.9.27 cp.async.bulk.wait_group: all but the last so many groups of each
+    """§9.7.9.25.3 cp.async.wait_group, wait_all and §9.7.9.27 cp.async.bulk.wait_group: all but the last N groups of each
     lane have done their parts, wait_all: the open one too; with .read the first. What lanes issued together has ended for the
     warp when each of them has waited."""
     parts = 1 if "read" in instruction.words else 2

@@ -39,7 +39,7 @@ class Mbarrier:
     released: Any = None
 
     def arrive(self, arrivals: int, bytes: int = 0) -> None:
-        """So many arrivals, and so many bytes that have come."""
+        """Counts arrivals, and bytes that have come."""
         self.pending -= arrivals
         self.bytes -= bytes
         if self.pending == 0 and self.bytes == 0:

@@ -82,7 +82,7 @@ def ld(instruction: Statement, step: Compiled) -> Run:
 
 
 def asked(warp: Warp, addresses: np.ndarray, values: np.ndarray) -> Wait:
-    """What a loop waits for that reads these words, of so many lanes, again and again."""
+    """What a loop waits for that reads these words, of this many lanes, again and again."""
     what = f"{warp.cta.describe(int(addresses[0]))}, which is {values[0]}"
     return Wait(lambda: True, what, True, (addresses.tobytes(), values.tobytes()))
 

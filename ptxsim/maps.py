@@ -1,7 +1,7 @@
 """Tensor maps, and what one tensor copy of TMA moves: which bytes of global memory go to which of shared memory, or back.
 
 Tiled mode (PTX ISA 5.5, "Tensors", and 9.7.9.27, "cp.async.bulk.tensor"), of maps as cuTensorMapEncodeTiled makes them without
-interleave and element strides. This is address arithmetic alone; whoever copies checks the memory.
+interleave and element strides. This is address arithmetic alone; copies check the memory.
 """
 
 from collections.abc import Sequence

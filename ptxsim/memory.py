@@ -76,7 +76,7 @@ class Block:
         return made
 
     def known(self, offsets: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray | bool]:
-        """Pieces of so many bytes, (pieces, size) uint8, and which of these somebody wrote, bool or True for all."""
+        """Pieces of ``size`` bytes, (pieces, size) uint8, and which of these somebody wrote, bool or True for all."""
         index = offsets[:, None] + np.arange(size)
         return self.bytes[index], self.written is None or self.written[index]
 
@@ -99,7 +99,7 @@ class Block:
 
 
 def bytes_at(offsets: np.ndarray, size: int) -> np.ndarray:
-    """The offsets of all bytes of pieces of so many, flat."""
+    """The offsets of all bytes of pieces of this many, flat."""
     return (offsets[:, None] + np.arange(size)).reshape(-1)
 
 

@@ -64,7 +64,7 @@ class Shadow:
         self.reads: list[np.ndarray] = []  # the same of each
 
     def places(self, offsets: np.ndarray, size: int) -> np.ndarray:
-        """The units of pieces of so many bytes."""
+        """The units of pieces of this many bytes."""
         low = int(np.bitwise_or.reduce(offsets)) | size | self.unit
         if (unit := low & -low) < self.unit:
             self.last = self.last.repeat(self.unit // unit, axis=1)

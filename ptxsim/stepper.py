@@ -43,7 +43,7 @@ class Stepper:
     def step(self, count: int = 1, warp: int | None = None, cta: int = 0) -> "Stepper":
         """So many instructions, by the schedule, which may let things happen between; or of one warp, as far as it can go.
 
-        ValueError for a warp that there is not. Raises what `run` raises.
+        ValueError for a warp that does not exist. Raises what `run` raises.
         """
         chosen = None if warp is None else self._warp(warp, cta)
         for _ in range(integer("count", count, least=1)):
@@ -71,7 +71,7 @@ class Stepper:
         return self.report
 
     def _one(self, chosen: Warp | None, count: float = 1) -> Statement | None:
-        """The instruction that has run last, of so many."""
+        """The instruction that has run last, of this many."""
         while not self.done:
             schedule = self._schedule
             before = schedule.count
@@ -95,18 +95,18 @@ class Stepper:
         return warps[_index("warp", number, len(warps))]
 
     def next(self, warp: int = 0, cta: int = 0) -> Statement:
-        """The instruction that a warp has before it. ValueError for a warp that there is not."""
+        """The instruction that a warp has before it. ValueError for a warp that does not exist."""
         of = self._warp(warp, cta)
         return of.cta.launch.steps[of.pc].instruction
 
     def registers(self, warp: int = 0, lane: int = 0, cta: int = 0) -> "LaneRegisters":
-        """Those of one lane, as they are now. ValueError for a warp or a lane that there is not."""
+        """Those of one lane, as they are now. ValueError for a warp or a lane that does not exist."""
         of, lane = self._warp(warp, cta), _index("lane", lane, LANES)
         near = [statement for statement in (self._last.get(of), self.next(warp, cta)) if statement]
         return LaneRegisters(of, lane, near)
 
     def barriers(self, cta: int = 0) -> dict[int, Mbarrier]:
-        """A CTA's mbarriers, by their place in its shared memory. ValueError for a CTA that there is not."""
+        """A CTA's mbarriers, by their place in its shared memory. ValueError for a CTA that does not exist."""
         rank, known = self._warp(0, cta).cta.rank, self._schedule.clusters[0].mbarriers
         return {(at & IN_WINDOW) - SHARED_BASE: known[at] for at in sorted(known) if at >> WINDOW == rank}
 
@@ -128,7 +128,7 @@ class Stepper:
     def accumulators(self, warpgroup: int = 0, cta: int = 0) -> dict[str, np.ndarray]:
         """What a warpgroup's wgmma have made so far, fp32 (64, N), by the name of the first register that it goes to.
 
-        Those that are under way count where the schedule has let them happen. ValueError for a warpgroup that there is not.
+        Those that are under way count where the schedule has let them happen. ValueError for a warpgroup that does not exist.
         """
         first = self._warp(WARPS * warpgroup, cta)
         names, sums = first.cta.launch.entry.names, first.cta.warpgroups[warpgroup].sums
@@ -137,7 +137,7 @@ class Stepper:
     def matrix(self, registers: list[str], warpgroup: int = 0, cta: int = 0) -> np.ndarray:
         """Registers of a warpgroup's threads as the matrix fp32 (64, N) that wgmma's D is, N / 2 names in D's order.
 
-        KeyError for a name that there is not, ValueError for a warpgroup that there is not.
+        KeyError for a name that does not exist, ValueError for a warpgroup that does not exist.
         """
         first = self._warp(WARPS * warpgroup, cta)
         names, of = first.cta.launch.entry.names, first.cta.warps[first.number : first.number + WARPS]
@@ -161,7 +161,7 @@ class Stepper:
 
 
 def _index(name: str, value: int, count: int, of: str = "") -> int:
-    """``value``, of an argument of this name, where it is one of so many."""
+    """``value``, of an argument of this name, where it is one of this many."""
     expect(name, 0 <= integer(name, value) < count, f"0 to {count - 1}{of}", value)
     return value
 

@@ -1,5 +1,5 @@
 """``moe_mlp``: the expert MLP as a function of tensors, with a backward; `dispatched_mlp`: the same, experts on several ranks;
-`grouped_experts`: experts on rows that have arrived, with their counts, as programs have them that move tokens themselves.
+`grouped_experts`: experts on rows that have arrived, with their counts, for programs that move tokens themselves.
 
 One autograd node. Forward is one operator. The steps of backward (double boxes) are calls of another, where a compiler, a
 profiler or a mode sees them. What the node saves is listed between them.

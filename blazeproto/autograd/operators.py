@@ -59,7 +59,7 @@ def define(
     forward: Callable[..., Any] | None = None,
     flops: Callable[..., int] | None = None,
 ) -> Callable[[Callable[..., Any]], Operator]:
-    """Make an operator of the function below it, its kernel for every device. Of a name that there is already, it is the same
+    """Make an operator of the function below it, its kernel for every device. Under a name that exists already, it is the same
     object, with all of it made anew: so a module can be executed again, and who holds the operator runs what is new.
 
     fake: shapes and dtypes alone.  chooses: see `CHOOSING`.  setup, backward: its derivative, as

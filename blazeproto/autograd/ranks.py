@@ -57,8 +57,8 @@ class Exchange(Protocol):
     ) -> None:
         """y (R, d), rows in expert order → out (T, d): the sums over a token's ranks of their partial sums, rounded each.
 
-        rows: the arrived pairs' dispatch, as the backend has it.  scores: of the arrived pairs.  columns: those of ``out`` that
-        y has."""
+        rows: the arrived pairs' dispatch, of the backend's `rows_of`.  scores: of the arrived pairs.  columns: those of ``out``
+        that y has."""
 
 
 EXCHANGES: MutableMapping[str, Exchange] = WeakValueDictionary()

@@ -7,7 +7,7 @@
 A record is one run of memory: its shape only says how long it is, and that a chunk's rows have a record of their own. An expert's
 bytes are rounded up to 16, so that the second order begins where tensor maps can.
 
-`QuantizedWeights` holds the records of both weights for several forwards, as gradient accumulation has them; the caller says when
+`QuantizedWeights` holds the records of both weights for several forwards, as in gradient accumulation; the caller says when
 the weights changed.
 """
 
@@ -56,7 +56,7 @@ def new_rows(like: Tensor, num_rows: int, width: int) -> Tensor:
 
 
 def new_weights(like: Tensor, shape: Sequence[int], orders: int) -> Tensor:
-    """Uninitialised, for a weight of this shape, (E, m, k), in so many orders."""
+    """Uninitialised, for a weight of this shape, (E, m, k), in one or two orders."""
     experts, m, k = shape
     return like.new_empty(orders, experts, weight_bytes(m, k), dtype=torch.uint8)
 

@@ -152,7 +152,7 @@ class dMoE(PlainMoE):
 
 
 def _flattened(module: dMoE, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A checkpoint's weights of `blazeproto.MoE` as dMoE has them. Those of other experts stay, so that torch refuses them."""
+    """A checkpoint's weights of `blazeproto.MoE`, turned into dMoE's. Those of other experts stay, so that torch refuses them."""
     sizes = (module.num_experts, module.up_proj_weight.shape[0] // module.num_experts, module.d_model)
     up, down = (f"{prefix}{name}" for name in (module.up_name, "down_proj"))
     if len(set(module.widths)) > 1:

@@ -143,7 +143,7 @@ def kernel(name: str, **constants: bool) -> NumbaKernel:
 
 
 def _launch(made: NumbaKernel, at: Addresses, lines: int, columns: int, *addresses: int) -> None:
-    """A warp a line, which has so many columns."""
+    """A warp a line of this many columns."""
     if lines:
         made.launch(at.device, at.stream, -(-lines * WARP // THREADS), 0, *addresses, lines, columns // CHUNK, at.top_k)
 

@@ -1,4 +1,4 @@
-"""``row_capacity``: a dispatch of at most R rows, whoever asked for more. One small kernel cuts off what a method wrote.
+"""``row_capacity``: a dispatch of at most R rows. One small kernel cuts off what a method wrote.
 
 For R = 4, the example of §4.1:
 
@@ -23,7 +23,7 @@ THREADS = 256
 
 
 def limit_rows(threads: int) -> Any:
-    """A thread has one pair, one row and one expert, where there are so many."""
+    """A thread has one pair, one row and one expert, as far as there are any."""
 
     def limit_rows(
         all_pairs,

@@ -24,7 +24,7 @@ THREADS = 256
 BLOCKS = 4  # of a grid, a multiprocessor; as many as have registers at once
 GROUP = 4  # pairs of a token whose rows are in flight together in add_up
 PART = 4  # tokens between two flags of add_up
-SENDERS = 2  # one block in so many of add_up sends partial sums
+SENDERS = 2  # of this many blocks of add_up, one sends partial sums
 SECTION = 256  # bytes that a section of the memory begins at a multiple of
 FLAGS = 2 * MAX_RANKS * 4
 PROGRESS_BYTES = 16  # meeting.cuh: Progress
@@ -71,7 +71,7 @@ def kernel(entry: str, sources: str = SOURCES) -> Kernel:
 
 
 def add_up_kernel(columns: int, top_k: int, has_scores: bool, sources: str = SOURCES) -> Kernel:
-    """add_up.cu for so many columns, a multiple of 8, and top_k pairs a token (0 if they vary)."""
+    """add_up.cu for this many columns, a multiple of 8, and top_k pairs a token (0 if they vary)."""
     lanes = min((256, 128, 64, 32), key=lambda lanes: -(-columns // CHUNK // lanes) * lanes)  # the most of the best
     group = min(top_k or GROUP, GROUP)
     sizes = {

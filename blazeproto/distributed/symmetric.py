@@ -50,7 +50,7 @@ class Symmetric(OverRanks):
 
     On a GPU it computes in bf16 on the Hopper backend. A rank's memory for the exchange: 2 (2 P - 1) max_tokens d bytes, and
     12 P + 4 a pair. The options ``workspace_bytes``, ``combine="fused"`` and ``"fused_both"`` are refused. With a
-    ``row_capacity`` a rank computes so many rows, of all that arrive there; default: room for all of them.
+    ``row_capacity`` a rank computes at most that many of the rows that arrive there; default: all of them.
 
     Raises TypeError or ValueError for an argument that does not fit; it is named, with what was expected and what came.
     """

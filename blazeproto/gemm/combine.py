@@ -21,7 +21,7 @@ THREADS = 128  # of a block, or a token's lanes if they are more
 # 16-byte loads that a thread may have under way, at four registers each; half as many where it loops.
 LOADS_IN_FLIGHT = 32
 SLICE_BYTES = 256 * 2**20  # rows to be combined are cut into slices of that much or more,
-LEAST_SLICE = 768  # and of so many columns or more in the mean: for each the product before reads its rows again
+LEAST_SLICE = 768  # columns of a slice in the mean, at least: the product before reads its rows again for each
 
 
 def _settle(given: Arguments, call: Mapping[str, Any], outputs: tuple[Array, ...]) -> tuple[Array, ...]:

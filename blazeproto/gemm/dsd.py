@@ -138,7 +138,7 @@ def _launch(
 
 
 def tiles(columns: int, lines: int) -> TileConfig:
-    """Those for so many columns of the dense matrix and so many lines of blocks: narrow ones where CTAs are done earlier so.
+    """Those for this many columns of the dense matrix and lines of blocks: narrow ones where CTAs are done earlier so.
 
     With lines of one length, a CTA computes a tile's columns in each round.
     """

@@ -205,7 +205,7 @@ def _checked_launch(spec: Specification, call: Mapping[str, Any], **options: Any
 
 
 def tiles(config: TileConfig | None, transposed: bool, columns: int, element: Element = BF16) -> TileConfig:
-    """``config``, or else the table's for so many columns."""
+    """``config``, or else the table's for this many columns."""
     return config or tiles_for(name_of(transposed), columns, element)
 
 

@@ -1,7 +1,7 @@
-"""What ``precision=`` names: which products have fp8 operands, of which elements, and what shares a scale.
+"""What ``precision=`` names: which products have fp8 operands, their element types, and which values share a scale.
 
-This is the table: `Options` takes what is in it, docs/fp8.md prints it. The backends read what shares a scale; rows
-and the kernels are as it says (`blazeproto.autograd.hopper_backend`).
+`Options` takes the recipes of this table, and docs/fp8.md prints it. The backends read from it which values share a scale; the
+kernels are written for it (`blazeproto.autograd.hopper_backend`).
 """
 
 from dataclasses import dataclass, field, fields

@@ -113,7 +113,7 @@ def _paired_box(shape: tuple[int, int, int], tile_columns: int, halves: int, ele
 def h_box(columns: int, halves: int, num_rows: int, box: tuple[int, int, int], element: Element) -> Box:
     """H, (R, G n), seen as (half, row, column): a box may hold gate and up of the same rows one after the other.
 
-    halves: 2 where gate and up are halves of it, each of so many columns; else 1.
+    halves: 2 where gate and up are halves of it, each of ``columns`` columns; else 1.
     """
     strides = (element.bytes * columns * halves, element.bytes * columns)
     return Box((columns, num_rows, halves), strides, box, element)

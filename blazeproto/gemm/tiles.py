@@ -120,7 +120,7 @@ WORTH_NARROWING = 1 / 32  # of all columns that tiles cover
 
 
 def tiles_for(product: str, columns: int, element: Element = BF16, arch: Arch = HOPPER) -> TileConfig:
-    """Tiles for so many columns of the output."""
+    """Tiles for this many columns of the output."""
     return QUANTIZED if element.scales else _narrowed(product, columns, arch.tiles[product])
 
 

@@ -75,7 +75,7 @@ def _local(name: str, weight: Tensor) -> Tensor:
 class Experts(GroupedExperts):
     """torchtitan's ``GroupedExperts`` on `grouped_experts`. MoEBlaze §2.1.
 
-    config: its sizes, and ``save``. ValueError for a policy that there is not, and for a class that is derived of this one, as
+    config: its sizes, and ``save``. ValueError for a policy that does not exist, and for a class that is derived of this one, as
     torchtitan's quantisation makes them: it would not be quantised.
     """
 
@@ -120,7 +120,7 @@ def experts(cfg: GroupedExperts.Config, *, save: str = "minimal") -> Experts.Con
         ``'blazeproto.integrations.torchtitan.experts={"save": "recompute"}'``.
 
     Returns the configuration of `Experts` of the same sizes. ValueError for experts that are not torchtitan's plain ones, by
-    name (`REFUSED`), and for a policy that there is not.
+    name (`REFUSED`), and for a policy that does not exist.
     """
     if type(cfg) is not GroupedExperts.Config:
         _refuse(getattr(type(cfg)._owner, "__name__", type(cfg).__qualname__))

@@ -63,7 +63,7 @@ QUANTISERS = ("torchao.", "bitsandbytes.")  # packages whose tensors are not wha
 
 
 def _tensors(experts: Any) -> list[Tensor]:
-    """Weights and biases as the module has them."""
+    """The module's weights and biases as they lie."""
     return [getattr(experts, name) for name in _names(experts)]
 
 

@@ -208,7 +208,7 @@ def e4m3_error(most: Tensor) -> Tensor:
 
 
 def largest_of(values: Tensor, columns: int) -> Tensor:
-    """Each number's largest neighbour among so many columns."""
+    """Each number's largest neighbour among this many columns."""
     by_block = values.view(len(values), -1, columns).amax(2, keepdim=True)
     return by_block.expand(-1, -1, columns).reshape(values.shape)
 

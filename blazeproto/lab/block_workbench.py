@@ -110,7 +110,7 @@ class BlockWorkbench(Workbench):
         return [self.entry.kernel(self._tiles, variants[self.entry.name](), build)]
 
     def _floor_ms(self, gpu: str) -> float:
-        """As sdd.cu and dsd.cu have it."""
+        """As in sdd.cu and dsd.cu."""
         moved = sum(array.nbytes for array in self._inputs.arguments.values() if isinstance(array, Tensor))
         return cost.floor_ms(self.operations, moved, gpu)
 

@@ -44,7 +44,7 @@ class Picture:
 
 
 def blank(width: float, height: float, title: str) -> tuple[Figure, Axes]:
-    """A figure of so many SVG units, and its axes, without a frame. A line's place in y is its number, from above."""
+    """A figure of this many SVG units, and its axes, without a frame. A line's place in y is its number, from above."""
     need("matplotlib")
     from matplotlib.figure import Figure
 

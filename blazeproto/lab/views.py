@@ -35,7 +35,7 @@ REGISTERS, QUARTERS, REGISTER_UNIT = 65536, 4, 256  # of which each quarter has 
 SHARED_BYTES, SHARED_RESERVED, SHARED_UNIT = 228 * 1024, 1024, 128  # of a CTA, the system reserves some
 MOST_THREADS, MOST_CTAS, WARP = 2048, 32, 32
 MOST_BARS = 32  # experts whose load a view draws; of more, those with the most and the least
-EXAMPLE_TOKENS, EXAMPLE_PAIRS = 12, 36  # up to so many a view shows who is where, as MoEBlaze §4.1 does
+EXAMPLE_TOKENS, EXAMPLE_PAIRS = 12, 36  # up to these a view shows who is where, as MoEBlaze §4.1 does
 CONSUMERS = 2  # warpgroups that multiply a tile
 
 

@@ -172,7 +172,7 @@ def routing_losses(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`fallback.load_balancing_loss` and `fallback.z_loss` of the logits (T, E) and the choice ``experts`` (T, K), each times its
     coefficient (0 where that is 0), the load (E,) int32, and a copy of it. Differentiable in the logits; backward keeps them and
-    the copy, so that whoever is given the load may sum it over ranks in place.
+    the copy, so that the caller may sum the load over ranks in place.
 
     masked: a token with expert -1 has no part in them; its logits are NaN.
     """

@@ -25,13 +25,13 @@ def place_of(tensor: Any) -> Place:
 
 
 def parts_of(workspace: Any, *parts: tuple[int, str]) -> list[Any]:
-    """What lies side by side in a workspace, each of so many elements of a dtype of four bytes, as kernels take it."""
+    """The parts, (elements, dtype of four bytes), that lie side by side in a workspace, as kernels take them."""
     memory_of, begins = memory.argument(workspace), accumulate((4 * size for size, _ in parts), initial=0)
     return [memory.part(memory_of, begin, *part) for begin, part in zip(begins, parts, strict=False)]
 
 
 class RowKernel(NumbaKernel):
-    """A kernel whose blocks have so many rows each, and go on with further ones where there are more than ``most_blocks`` have.
+    """A kernel whose blocks have ``rows`` rows each, and go on with further ones where ``most_blocks`` blocks are too few.
 
     rows: default: one for each of the groups of ``lanes`` threads that a block has.
     """

@@ -77,7 +77,7 @@ class Router(nn.Module):
         choose: ``top_k``, or a name from `choices.CHOICES` whose options follow as keywords (choose_options), or a choice object.
         device, dtype: of ``weight``.
 
-    The sizes are read-only afterwards. ``weight`` is (E, d), as Hugging Face's gates have it; ``expert_bias`` (E,) is an fp32
+    The sizes are read-only afterwards. ``weight`` is (E, d), as in Hugging Face's gates; ``expert_bias`` (E,) is an fp32
     buffer or None. Rounded to bf16 it would choose other experts. It stays fp32, its values untouched, when the module is cast;
     where something assigns a rounded copy to its ``data``, as FSDP1's ``buffer_dtype`` does, it is fp32 with its values again at
     the next use.
@@ -285,7 +285,7 @@ class Router(nn.Module):
 
 
 def check_by_token(name: str, tensor: Tensor, num_tokens: int, device: torch.device) -> None:
-    """TypeError or ValueError unless "mask" has a bool, "token_ids" an integer, for each of so many tokens, on this device."""
+    """TypeError or ValueError unless "mask" has a bool, "token_ids" an integer, for each of the tokens, on this device."""
     check_dense(name, tensor)
     kind, values = ("a torch.bool", "bools") if name == "mask" else ("an integer", "ids")
     numbers, dtype = tensor.is_floating_point() or tensor.is_complex(), tensor.dtype

@@ -291,7 +291,7 @@ def _to_cupy(array: Any, copy: bool) -> Any:
 
 
 def _to_jax(array: Any) -> Any:
-    """By DLPack; what the kernels made in bf16 where no bf16 came, as CuPy has it."""
+    """By DLPack; what the kernels made in bf16 where no bf16 came, as CuPy stores it."""
     from jax import dlpack
     from jax import numpy as jax_numpy
 

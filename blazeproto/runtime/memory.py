@@ -77,7 +77,7 @@ def _entered(device: int, stream: int) -> Iterator[int]:
 
 
 class _RawStream(NamedTuple):
-    """A cudaStream_t as the CUDA stream protocol has it."""
+    """A cudaStream_t by the CUDA stream protocol."""
 
     address: int
 

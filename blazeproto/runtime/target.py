@@ -34,7 +34,7 @@ def simulated() -> bool:
 class Target(Protocol):
     """What takes launches in the driver's place.
 
-    multiprocessors: how many there are to launch on: persistent kernels have at most so many CTAs.
+    multiprocessors: how many there are to launch on; persistent kernels have at most as many CTAs.
     """
 
     multiprocessors: int
@@ -50,7 +50,7 @@ class Target(Protocol):
         is the same whenever it is asked for, and a part lies within its whole."""
 
     def clear(self, address: int, size: int) -> None:
-        """Zero so many bytes."""
+        """Zero ``size`` bytes at ``address``."""
 
     def launch(
         self,
