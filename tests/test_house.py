@@ -256,18 +256,18 @@ def test_without_ptxsim_the_lab_says_how_to_get_it() -> None:
 
 CEILINGS = {
     "blazeproto/*.py": 809,
-    "blazeproto/runtime/**/*.py": 1001,
+    "blazeproto/runtime/**/*.py": 1014,
     "blazeproto/dispatch/**/*.py": 733,
     "blazeproto/router/**/*.py": 2301,
     "blazeproto/gemm/**/*.py": 2052,
-    "blazeproto/autograd/**/*.py": 1854,
+    "blazeproto/autograd/**/*.py": 1849,
     "blazeproto/blocksparse/**/*.py": 586,
     "blazeproto/distributed/**/*.py": 470,
     "blazeproto/integrations/**/*.py": 300,
-    "blazeproto/lab/**/*.py": 2846,
+    "blazeproto/lab/**/*.py": 2834,
     "ptxsim/*.py": 2900,
     "scripts/**/*.py": 10486,
-    "tests/**/*.py ptxsim/tests/**/*.py": 26803,
+    "tests/**/*.py ptxsim/tests/**/*.py": 26808,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 4796,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

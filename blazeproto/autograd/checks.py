@@ -48,6 +48,8 @@ def check_experts(
         raise ValueError(
             f"down_proj: expected shape (E, d, n) = ({num_experts}, {d_model}, n), got {tuple(down_proj.shape)}"
         )
+    if 0 in down_proj.shape[1:]:
+        raise ValueError(f"down_proj: expected d and n of at least 1, got {tuple(down_proj.shape)}")
     d_expert, activation = down_proj.shape[2], activation_named(options.activation)
     halves = activation.halves
     if len(up) != 1 and (len(up) != 2 or not activation.gated or activation.layout != "HALVES"):

@@ -1,6 +1,6 @@
 """The old name of `ptxsim`."""
 
-from blazeproto.lab.moved import moved
+from blazeproto.runtime.moved import moved
 
 _HOME_OF = {"Machine": "blazeproto.lab.target", "run": "ptxsim.schedule", "run_together": "ptxsim.together"}
 __getattr__ = moved("blazeproto.lab.machine", "ptxsim", _HOME_OF)

@@ -12,6 +12,7 @@ No torch in here, and Numba in `numba` and `warp` alone.
     target          where launches go, if not to the driver
     cache           compiled kernels, kept in a folder
     optional        packages that only the kernels need, and their versions
+    moved           old modules' names, which warn
     shown           objects that IPython, Jupyter and rich show as tables
     numba           Numba's names, once its version is checked
     numba_kernel    a Numba kernel, compiled once

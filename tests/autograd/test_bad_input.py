@@ -54,6 +54,11 @@ BAD = {
         ValueError,
         r"x: expected dtype torch.bfloat16 with gate_up_proj in torch.bfloat16 \(outside autocast\), got torch.float32",
     ),
+    "a hidden width of 0": (
+        {"gate_up_proj": torch.ones(5, 0, 16), "down_proj": torch.ones(5, 16, 0)},
+        ValueError,
+        r"down_proj: expected d and n of at least 1, got \(5, 16, 0\)",
+    ),
     "x of another width": (
         {"x": torch.ones(37, 8)},
         ValueError,

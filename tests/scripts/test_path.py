@@ -12,7 +12,7 @@ import pytest
 from scripts.checks.path import OTHERS, is_table, lines_of_code, modules_that_run
 from scripts.checks.stand_in import PACKAGE
 
-CEILING = 10_286
+CEILING = 10_288
 """Lines of code. To lower it is free, to raise it takes a line in docs/decisions.md that says what was bought."""
 
 

@@ -96,3 +96,11 @@ def test_old_names_warn_and_say_the_new_ones_and_find_the_headers() -> None:
         assert spans.Timeline is timeline.Timeline
     with pytest.warns(DeprecationWarning, match=r"mismatch\.Comparison is blazeproto\.lab\.verdict\.Comparison now"):
         assert mismatch.Comparison is verdict.Comparison
+
+
+def test_a_name_that_is_nowhere_is_no_old_name(recwarn: pytest.WarningsRecorder) -> None:
+    from blazeproto.autograd import dispatcher
+    from blazeproto.lab import machine, spans
+
+    assert not any(hasattr(module, "nothing_of_this_name") for module in (machine, spans, dispatcher))
+    assert not [str(warning.message) for warning in recwarn if "nothing_of_this_name" in str(warning.message)]

@@ -13,10 +13,11 @@ def moved(module: str, home: str, homes: Mapping[str, str]) -> Callable[[str], A
     """
 
     def found(name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("_"):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         where = homes.get(name, home)
+        there = getattr(importlib.import_module(where), name)  # before a warning says that it is there
         warnings.warn(f"{module}.{name} is {where}.{name} now", DeprecationWarning, stacklevel=2)
-        return getattr(importlib.import_module(where), name)
+        return there
 
     return found
