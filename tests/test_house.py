@@ -267,7 +267,7 @@ CEILINGS = {
     "blazeproto/lab/**/*.py": 2845,
     "ptxsim/*.py": 2900,
     "scripts/**/*.py": 10485,
-    "tests/**/*.py ptxsim/tests/**/*.py": 26804,
+    "tests/**/*.py ptxsim/tests/**/*.py": 26818,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 4796,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in
