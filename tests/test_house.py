@@ -267,7 +267,7 @@ CEILINGS = {
     "blazeproto/lab/**/*.py": 2834,
     "ptxsim/*.py": 2900,
     "scripts/**/*.py": 10486,
-    "tests/**/*.py ptxsim/tests/**/*.py": 26808,
+    "tests/**/*.py ptxsim/tests/**/*.py": 26840,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 4796,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

@@ -18,6 +18,7 @@ import torch
 from blazeproto import doctor, gemm
 from blazeproto.__main__ import main
 from blazeproto.doctor import Check, Gpu, Run
+from blazeproto.gemm.registry import kernels_by_use
 from blazeproto.runtime import optional
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -318,6 +319,13 @@ def test_doctor_names_what_is_missing_in_any_encoding(encoding: str, tmp_path: P
     (tmp_path / "numba.py").write_text("raise ImportError('libf\u00e4lschung.so')")
     done = command("doctor", path=tmp_path, PYTHONIOENCODING=encoding)
     assert done.returncode == 1 and "x does not work" in done.stdout and "ImportError: libf" in done.stdout, done.stderr
+
+
+def test_no_kernel_is_listed_twice() -> None:
+    """Nor one of the registry left out."""
+    kernels = [*kernels_by_use()]
+    listed = {(k.element.name, k.arch.name, k.file, k.entry, str(k.defines)) for k in kernels}
+    assert len(listed) == len(kernels) == len(gemm.all_kernels())
 
 
 @pytest.mark.full

@@ -62,7 +62,7 @@ def expert_row_sum(
     workspace: Any = None,
     stream: int | None = None,
 ) -> Any:
-    """out[e] = Σ over an expert's rows r of values[r]: a bias's gradient. From MoEBlaze Algorithm 1, lines 3 and 10, with biases.
+    """out[e] = Σ over an expert's rows r of values[r]: a bias's gradient. From MoEBlaze Algorithm 1, lines 9 and 10, with biases.
 
     values (R, m) or (T, m) bf16, scores (P,) or (T, K) fp32 or None, and a dispatch of E experts → out (E, m) bf16, or fp32
     if ``out`` is.

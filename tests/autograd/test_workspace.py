@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blazeproto.autograd import SavePolicy, torch_backend, torch_formulas
+from blazeproto.autograd import SavePolicy, hopper_backend, torch_backend, torch_formulas
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for
+from blazeproto.dispatch import Dispatch
 
+DISPATCH_LISTS = ("expert_pair_indices", "expert_token_offsets", "token_index_map", "pair_tokens", "token_offsets")
 POLICIES = [policy.value for policy in SavePolicy]
 
 
@@ -133,3 +135,14 @@ def test_a_workspace_for_less_than_one_token():
 def test_no_tokens(make_case):
     case = make_case(0)
     assert [t.shape for t in case.run(workspace_bytes=100_000)[1:]] == [p.shape for p in case.parameters]
+
+
+@pytest.mark.parametrize("name", DISPATCH_LISTS)
+def test_a_list_of_a_dispatch_that_is_not_aligned_is_copied(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a chunk's may lie: a kernel reads 16 bytes at a time."""
+    monkeypatch.setattr(hopper_backend, "current_stream", lambda _: 0)
+    lists = {each: torch.zeros(8, dtype=torch.int32)[int(each == name) :] for each in DISPATCH_LISTS}
+    at = hopper_backend.rows_of(Dispatch(**lists, token_expert_indices=None, num_experts=6, top_k=None, num_tokens=6))
+    pairs, tokens, _ = at.pair_to_token
+    places = (pairs, tokens, at.expert_token_offsets, at.token_index_map, at.token_offsets)
+    assert [place % 16 for place in places] == [0] * len(DISPATCH_LISTS)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from blazeproto.dispatch import build_dispatch, build_dispatch_varying, prepare_dispatch, reference, workspace_bytes
+from blazeproto.dispatch.build import MAX_PAIRS, fill_dispatch
 from blazeproto.runtime import arrays, memory
 
 
@@ -193,3 +194,17 @@ def test_bad_shapes_are_named(shape, options, error, message):
 def test_a_bad_dtype_of_ids_to_prepare_for_is_named():
     with pytest.raises(ValueError, match=r"dtype: expected one of .*, got 'int16'"):
         prepare_dispatch(4, 2, 8, dtype="int16")
+
+
+@pytest.mark.parametrize(
+    ("ids", "num_experts"),
+    [
+        (torch.zeros(1, dtype=torch.int32).expand(MAX_PAIRS + 1), 4),
+        (torch.zeros(5, 0, dtype=torch.int32), 4),
+        (torch.zeros(5, 2, dtype=torch.int16), 4),
+        (torch.zeros(5, 2, dtype=torch.int32), 0),
+    ],
+)
+def test_a_layers_ids(ids, num_experts):
+    with pytest.raises(ValueError, match=r"topk_experts: expected int32 or int64 \(T, K\) or \(P,\), K >= 1, at most"):
+        fill_dispatch(ids, num_experts, ())

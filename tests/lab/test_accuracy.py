@@ -36,6 +36,19 @@ def test_the_worst_may_be_three_times_as_far(what: str, times: float) -> None:
     assert judged(wrong, error) == (of_row if what == "worst row" else of_row[1:]) * (times > 3)
 
 
+def test_a_nan_fails_everywhere() -> None:
+    wrong = torch.full((ROWS, COLUMNS), 1e-3, dtype=torch.float64)
+    wrong[5, 7] = torch.nan
+    assert judged(wrong, wrong.nan_to_num(1e-3)) == ["norm", "worst row", "worst element"]
+
+
+def test_a_row_of_zeros_is_judged_by_the_size_of_the_others() -> None:
+    exact, error, pool = torch.ones(ROWS, COLUMNS, dtype=torch.float64), 1e-3, Pool()
+    exact[5] = 0
+    pool.add("out", exact + error, exact + error, exact)
+    assert pool.failures() == []
+
+
 def test_a_pool_adds_up_errors_and_keeps_the_worst() -> None:
     error, pool = torch.full((ROWS, COLUMNS), 1e-3, dtype=torch.float64), Pool()
     exact = torch.ones_like(error)

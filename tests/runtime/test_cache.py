@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,15 @@ def test_what_was_written_is_read(folder: Path) -> None:
     cache.write("one.cubin", b"other code")
     assert cache.read("one.cubin") == b"other code"
     assert [path.name for path in folder.iterdir()] == ["one.cubin"]  # nothing is left beside it
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda whole: whole[:-1], lambda whole: whole[:-1] + bytes([whole[-1] ^ 1]), lambda _: b""]
+)
+def test_a_damaged_file_is_none(folder: Path, damage: Callable[[bytes], bytes]) -> None:
+    cache.write("kernel", b"code" * 99)
+    (folder / "kernel").write_bytes(damage((folder / "kernel").read_bytes()))
+    assert cache.read("kernel") is None
 
 
 def test_the_default_is_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
