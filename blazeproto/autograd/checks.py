@@ -114,7 +114,7 @@ def _check_fp8(weights: tuple[Tensor, ...], absent: list[str], options: Options)
     (_, d_model, d_expert), activation = weights[-1].shape, activation_named(options.activation)
     for wrong, expected, got in (
         (
-            d_model % 16 or d_expert % BLOCK or not d_model * d_expert,
+            d_model % 16 or d_expert % BLOCK,
             f"multiples of 16 and {BLOCK} as d and n",
             (d_model, d_expert),
         ),
