@@ -37,7 +37,7 @@ def has_dispatch_kernels(backend: str, device: torch.device) -> bool:
 
 
 def missing_for_kernels(device: torch.device, dtype: torch.dtype, num_experts: int, *widths: int) -> str | None:
-    """What keeps the kernels from running with this device, dtype, E and these widths (d, n); None if nothing does."""
+    """The reason why the kernels cannot run with this device, dtype, E and these widths (d, n); None if they can."""
     if device.type != "cuda":
         return f"a CUDA GPU of {arch.WANTED}; the tensors are on {device}"
     if dtype != torch.bfloat16:

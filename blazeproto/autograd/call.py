@@ -100,17 +100,17 @@ class BackendStep(NamedTuple):
     """The dispatch, as the backend's ``rows_of`` made it."""
 
     weight: Any
-    """Of x's dtype, or as `records.quantized_weight` made it, in backward the transpose."""
+    """A weight in x's dtype, or as `records.quantized_weight` made it, in backward the transpose."""
 
     bias: Tensor | None = None
     low: LowRows | None = None
-    """What low-rank factors add: rows (R, r), r a multiple of 8, and the factor that they meet."""
+    """The term of low-rank factors: rows (R, r), r a multiple of 8, and the factor that they are multiplied by."""
 
     scores: Any = None  # (T, K) or (P,)
     activation: str = "swiglu"
     combine: str = "gather"
     add_up: AddUp | None = None
-    """What sums a token's rows, where its experts are on several ranks."""
+    """The sum of a token's rows, where its experts are on several ranks."""
 
 
 class OuterSum(NamedTuple):

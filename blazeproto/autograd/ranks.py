@@ -188,7 +188,7 @@ def local(weight: Any) -> Any:
 
 
 def own_factors(factors: LowRank | None, weight: Any) -> LowRank | None:
-    """Those of this rank's experts. weight: of the experts, sharded over E, or all of them."""
+    """The slice of this rank's experts. weight: of the experts, sharded over E, or all of them."""
     if factors is None or not hasattr(weight, "device_mesh"):
         return factors
     mesh, last = weight.device_mesh, weight.device_mesh.ndim - 1

@@ -64,7 +64,7 @@ def steps_of(call: ExpertsCall, needs: Any = None, sums: Any = None, *, overwrit
 
 
 def _in_dtype(weight: Tensor, dtype: torch.dtype, *_: Any, **__: Any) -> Tensor:
-    """What `quantized_weight` is where nothing is quantized."""
+    """The counterpart of `quantized_weight` where nothing is quantized."""
     return cast(weight, dtype)
 
 
@@ -230,7 +230,7 @@ class Steps:
 
 
 # ---- operations --------------------------------------------------------------------------------------------------
-# Of each operator, for `torch.utils.flop_counter.FlopCounterMode`: two for each multiplication with a sum.
+# Operations of each operator, for `torch.utils.flop_counter.FlopCounterMode`: two for each multiplication with a sum.
 #
 #     forward    2 R (G n d + n d)       that is 6 T K n d with a gate      MoEBlaze §2.1
 #     backward   twice that, and 2 R G n d where H is made again; for a frozen weight, half of its share

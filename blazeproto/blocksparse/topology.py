@@ -100,7 +100,7 @@ class Padding(Shown):
 
 
 class BlockBounds(NamedTuple):
-    """What the host knows: sizes in blocks."""
+    """Sizes in blocks, which the host knows."""
 
     rows: int  # M / 128
     columns: tuple[int, ...]  # (E + 1,) where each expert's begin

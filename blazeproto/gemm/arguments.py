@@ -62,7 +62,7 @@ class Array:
 
     @property
     def index(self) -> str:
-        """What a line of it belongs to: "token", "row", "pair" or "expert"; "" for anything else."""
+        """The kind of thing that a line of it belongs to: "token", "row", "pair" or "expert"; "" for anything else."""
         return {"T": "token", "R": "row", "P": "pair", "E": "expert"}.get(self.shape[0], "")
 
     @property

@@ -56,7 +56,7 @@ def values_box(count: int, box: tuple[int, int]) -> Any:
 
 
 class TopologyArrays(Protocol):
-    """What has a shape and the arrays of `FIELDS`: `blazeproto.blocksparse.Topology`."""
+    """A shape and the arrays of `FIELDS`: `blazeproto.blocksparse.Topology`."""
 
     @property
     def shape(self) -> tuple[int, int]: ...

@@ -1,4 +1,4 @@
-"""What ``precision=`` names: which products have fp8 operands, their element types, and which values share a scale.
+"""The recipes that ``precision=`` names: which products have fp8 operands, their element types, and which values share a scale.
 
 `Options` takes the recipes of this table, and docs/fp8.md prints it. The backends read from it which values share a scale; the
 kernels are written for it (`blazeproto.autograd.hopper_backend`).

@@ -14,7 +14,7 @@ rounding and fp32 sums can cost it, and no more. It is made of
     functions   of the gate, by tanh.approx (activation.cuh): |gate| 2^-11, twice what ptx.cuh says
     rounding    2^-8 of the value, for bf16 outputs
 
-Of quantized operands a sum keeps 14 bits, and e4m3 outputs are off by 2^-4 of the value or 2^-10 of the scale.
+Sums of quantized operands keep 14 bits, and e4m3 outputs are off by 2^-4 of the value or 2^-10 of the scale.
 
 The product's own formula makes it, of numbers that have an error beside them: for a linear product, the formula of absolute
 values.

@@ -9,8 +9,8 @@
 
 Bits: every product, dispatch and router operator, ``moe_mlp`` and ``MoE``; hashes of outputs and gradients are compared, and
 refusals word for word. What adds in an order that varies (combine="fused", "fused_both") runs several times on each side; two
-sides agree where their nearest outputs differ by hardly more than one side's differ from each other (ALIKE). A case that the old
-side does not have is told and fails nothing.
+sides agree where their nearest outputs differ by no more than one side's differ from each other, or by less than a rounding of
+fp32. A case that the old side does not have is told and fails nothing.
 
 Time: a forward and a backward as a CUDA graph, replayed by the two sides in turn (A B B A), medians over the rounds.
 
@@ -55,7 +55,7 @@ from scripts.command import argument_parser, need_hopper, positive, refuse
 
 Record = dict[str, Any]
 SIDES = ("old", "new")
-ALIKE = 1.25  # runs of one process add in orders that are a little alike: 1.06 with the same machine code
+ROUNDING = 2.0**-24  # of an fp32 number: sums that lie nearer than that are the same sums in another order
 CPU_TOKENS = 300  # of a case, at most, on a CPU
 MOST_MEAN, MOST_RATIO, MOST_LORA = 1.01, 1.03, 1.01  # of the new side's time over the old one's
 MANY_TOKENS = [Sizes(32768, 2048, 8, 128, 8), Sizes(16384, 4096, 8, 512, 8)]  # routers; n does not matter
@@ -150,10 +150,10 @@ def run_side(root: Path, options: argparse.Namespace, made: Record) -> None:
 
 
 def too_far(old: list[Any], new: list[Any]) -> str:
-    """For outputs that vary: "" if the nearest of two sides are about as near as the farthest of one."""
+    """For outputs that vary: "" if the nearest of two sides are as near as the farthest of one, or nearer than a rounding."""
     own = max(relative_difference(*pair) for runs in (old, new) for pair in itertools.combinations(runs, 2))
     nearest = min(relative_difference(*pair) for pair in itertools.product(old, new))
-    return "" if nearest <= ALIKE * own else f" ({nearest:.3g} apart, {own:.3g} from run to run)"
+    return "" if nearest <= max(own, ROUNDING) else f" ({nearest:.3g} apart, {own:.3g} from run to run)"
 
 
 def difference(old: Record, new: Record) -> str:
