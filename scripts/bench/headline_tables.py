@@ -8,6 +8,7 @@ from functools import partial
 from operator import itemgetter
 
 from scripts.bench.common import geometric_mean
+from scripts.bench.identity import compared
 from scripts.bench.markdown import NOT_MEASURED, OURS, Column, Record, caveat, number, origin, shape_of, table
 from scripts.bench.models.shapes import T
 from scripts.bench.models.tables import ONLY_SIZES, RUNS, share_of_floor
@@ -36,9 +37,10 @@ def together(runs: Sequence[Record]) -> Record:
 
     ValueError where the runs are not of one GPU, one set of kernels and one benchmark.
     """
-    for key in ("gpu", "kernels", "protocol_identity"):
-        if len({str(run["of"][key]) for run in runs}) > 1:
-            raise ValueError(f"runs: expected the same {key} in all runs of {runs[0]['label']}, got others")
+    if len({(run["of"]["gpu"], *compared(run["of"])) for run in runs}) > 1:
+        raise ValueError(
+            f"runs: expected one GPU, one set of kernels and one benchmark of {runs[0]['label']}, got others"
+        )
     kept = {key: runs[-1][key] for key in ("cfg", "activation", "label", "of")}
     names = [name for name in (OURS, *PEERS) if any(name in run["programs"] for run in runs)]
     programs = {name: _medians([run["programs"][name] for run in runs if name in run["programs"]]) for name in names}

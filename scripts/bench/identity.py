@@ -376,6 +376,11 @@ def equal_kernels() -> dict[str, dict[str, Any]]:
     return found
 
 
+def todays(name: str) -> str:
+    """The identity of today's kernel with the same machine code as a kernel of earlier sources; any other's own."""
+    return str(equal_kernels()["kernels"].get(name, name))
+
+
 def is_current(name: str) -> bool:
     """Whether the kernel of this identity, which KERNELS describes, is the one that the sources here give."""
     return name in KERNELS and _is_made_here(name)  # KERNELS grows, so a name that it lacks is not remembered
@@ -383,7 +388,7 @@ def is_current(name: str) -> bool:
 
 @cache
 def _is_made_here(name: str) -> bool:
-    today = equal_kernels()["kernels"].get(name, name)
+    today = todays(name)
     try:
         return identity(made_again(equal_kernels()["descriptions"].get(today, KERNELS[name]))) in (name, today)
     except ModuleNotFoundError as error:
@@ -395,6 +400,12 @@ def _is_made_here(name: str) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------- rows
+
+
+def compared(of: Mapping[str, Any]) -> tuple[frozenset[str], str]:
+    """Kernels and benchmark of a row's `of`, each by the name of today's that was shown to be equal to it."""
+    protocol = of["protocol_identity"]
+    return frozenset(map(todays, of["kernels"])), AS_BEFORE.get(protocol, protocol)
 
 
 def name_of(measure: Callable[..., Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from scripts.bench import headline, headline_tables, plot_results
+from scripts.bench import headline, headline_tables, identity, plot_results
 from scripts.bench.headline_tables import NOT_MEASURED, together
 
 Row = dict[str, Any]
@@ -171,11 +171,19 @@ def test_a_plot_s_legend_is_whole_and_its_colours_differ(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("key", ["gpu", "kernels", "protocol_identity"])
 def test_runs_of_others_do_not_go_together(key: str) -> None:
     runs = [run(MODEL, 10.0, sonic=11.0), run(MODEL, 10.0, sonic=11.0, of={key: "another"})]
-    with pytest.raises(ValueError, match=f"expected the same {key} in all runs of {MODEL}"):
+    with pytest.raises(ValueError, match=f"runs: expected one GPU, .* of {MODEL}, got others"):
         together(runs)
     first, second = ({"rows": [together([each])]} for each in runs)
-    with pytest.raises(ValueError, match=f"expected the same {key}"):
+    with pytest.raises(ValueError, match="runs: expected one GPU"):
         headline.merged([first, second])
+
+
+def test_runs_of_kernels_with_the_same_machine_code_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "equal_kernels", lambda: {"kernels": {"earlier": "todays"}, "descriptions": {}})
+    runs = [run(MODEL, 10.0, of={"kernels": [name]}) for name in ("earlier", "todays", "another")]
+    assert together(runs[:2])["programs"]["blazeproto"]["fwdbwd_ms"] == 10.0
+    with pytest.raises(ValueError, match="one set of kernels"):
+        together(runs[1:])
 
 
 def test_merged_files_have_all_runs_in_their_order() -> None:
