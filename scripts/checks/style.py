@@ -1,0 +1,138 @@
+"""Sentences of pages, docstrings and error messages that are hard to read at first.
+
+    python -m scripts.checks.style            # lists them and ends with exit code 1 if there are any
+    python -m scripts.checks.style FILE ...   # only these pages and sources
+
+A sentence begins with its subject, names what it speaks of, and says who acts. The rules find what does not:
+
+    opening      a sentence that begins with What, Who, Where, Of, Which or There is
+    pointer      "that of", "those of", "what is here", "of today's", "as X has it" in place of a noun
+    count        "so many", "as many as there are"
+    existence    "there is", "that there are", "is no more", "is to be had"
+
+Code, quotations of code, tables' headers, generated parts of pages and the pages of PAST are not looked at.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from scripts.command import argument_parser
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("blazeproto", "ptxsim", "scripts")
+PAST = ("docs/decisions.md", "CHANGELOG.md")  # they record what was said then
+RULES = {
+    "opening": r"^(What|Who|Whoever|Whose|Where|Of|Which|There (is|are|was|were))\b(?!.*\?$)",
+    "pointer": r"\b(that|those) of\b|\bwhat is here\b|\bof today's\b|\bas \w+ (has|have) it\b",
+    "count": r"\bso many\b|\bas many as there are\b",
+    "existence": r"(?<!^)(?<![.:] )\b[Tt]here (is|are|was|were)\b|\b(is|are) no more\b|\bto be had\b",
+}
+GENERATED = re.compile(r"<!-- (results:\w+) -->.*?<!-- /\1 -->", re.DOTALL)
+CODE = re.compile(r"^(```|~~~).*?^\1|^(?: {4}|\t).*?$|<[^>\n]+>", re.DOTALL | re.MULTILINE)
+SPAN = re.compile(r"`+[^`]*`+")
+LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
+PARAGRAPHS = re.compile(r"\n\s*\n|\n(?=\s*(?:[-*|#>]|\d+\.) )|\n(?=\|)")
+MARKS = re.compile(r"^\s*(?:[-*>]|\d+\.)\s+|\*+")
+ENDS = re.compile(r"(?<=[.!?:;])\s+(?=[A-Z])")
+
+
+class Offence(NamedTuple):
+    """Where a sentence stands, the rule that it breaks, and the sentence."""
+
+    file: str
+    line: int
+    rule: str
+    sentence: str
+
+
+def sentences(prose: str) -> Iterator[tuple[int, str]]:
+    """Each sentence of a page or docstring with the number of its paragraph's first line, from 0; code is left out."""
+    blank = [lambda match: re.sub(r"[^\n]", " ", match[0])] * 2
+    for pattern, by in zip((GENERATED, CODE), blank, strict=True):
+        prose = pattern.sub(by, prose)
+    prose = LINK.sub(r"\1", SPAN.sub("CODE", prose))
+    line = 0
+    for part in PARAGRAPHS.split(prose):
+        found = prose.index(part) if part else 0
+        line = prose[:found].count("\n") if part else line
+        if not part.lstrip().startswith(("#", "|--", "| --")):
+            cells = part.strip().strip("|").split(" | ") if part.lstrip().startswith("|") else [part]
+            for cell in cells:
+                for sentence in ENDS.split(MARKS.sub("", " ".join(cell.split()))):
+                    yield line, sentence
+
+
+def offences_in(prose: str, file: str, first: int = 1) -> Iterator[Offence]:
+    """The broken rules of some prose, whose first line is line `first` of the file."""
+    for line, sentence in sentences(prose):
+        for rule, pattern in RULES.items():
+            if re.search(pattern, sentence):
+                yield Offence(file, first + line, rule, sentence)
+
+
+def words_of_source(source: str) -> Iterator[tuple[int, str]]:
+    """Docstrings of what has no leading underscore, and texts of raised errors, with their lines."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if not getattr(node, "name", "").startswith("_") and (doc := ast.get_docstring(node)):
+                yield node.body[0].lineno, doc
+        elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            for argument in node.exc.args:
+                yield node.lineno, text_of(argument)
+
+
+def text_of(expression: ast.expr) -> str:
+    """A string's text, and an f-string's with CODE for each value."""
+    if isinstance(expression, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "CODE" for part in expression.values)
+    return expression.value if isinstance(expression, ast.Constant) and isinstance(expression.value, str) else ""
+
+
+def offences(path: Path) -> Iterator[Offence]:
+    """All of a page, a notebook or a Python source."""
+    file = path.relative_to(ROOT).as_posix()
+    if path.suffix == ".py":
+        for line, words in words_of_source(path.read_text()):
+            yield from offences_in(words, file, line)
+    elif path.suffix == ".ipynb":
+        for cell in json.loads(path.read_text())["cells"]:
+            if cell["cell_type"] == "markdown":
+                yield from offences_in("".join(cell["source"]), file)
+    else:
+        yield from offences_in(path.read_text(), file)
+
+
+def all_files() -> list[Path]:
+    """README, pages, notebooks and the packages' sources."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.ipynb")]
+    pages += [ROOT / "ptxsim/README.md", ROOT / "results/README.md"]
+    sources = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    skipped = {ROOT / page for page in PAST}
+    return sorted(
+        path for path in {*pages, *sources} - skipped if not {"tests", "build"} & {*path.relative_to(ROOT).parts}
+    )
+
+
+def main() -> None:
+    parser = argument_parser("scripts.checks.style", __doc__)
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="default: all")
+    options = parser.parse_args()
+    files = [path.resolve() for path in options.files] or all_files()
+    found = [offence for path in files for offence in offences(path)]
+    for file, line, rule, sentence in found:
+        print(f"{file}:{line}: {rule}: {sentence[:160]}")
+    counts = Counter(offence.rule for offence in found)
+    print(f"{len(found)} sentences: {', '.join(f'{rule} {counts[rule]}' for rule in RULES)}")
+    sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main()
