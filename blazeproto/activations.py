@@ -166,7 +166,7 @@ class Activation(NamedTuple):
 
     @property
     def macros(self) -> dict[str, int | str]:
-        """What chooses it in cuda/activation.cuh and cuda/layout.cuh."""
+        """The macros that select it in cuda/activation.cuh and cuda/layout.cuh."""
         return {
             "ACTIVATION": self.cuda,
             f"ACTIVATION_IS_{self.cuda}": 1,
@@ -348,7 +348,7 @@ def gate_and_up(h: Any, activation: str) -> tuple[Any, Any]:
 
 
 def side_by_side(gate: Any, up: Any, activation: str) -> Any:
-    """What `gate_and_up` takes apart: (..., G n) of gate and up, each (..., n); of gate alone without a gate."""
+    """The inverse of `gate_and_up`: gate and up, each (..., n), side by side as (..., G n); without a gate, gate alone."""
     if up is None:
         return gate
     library: Any = np
@@ -372,7 +372,7 @@ def _factor(chosen: Activation, m: Any, up: Any) -> Any:
 
 
 def activate(h: Any, activation: str) -> Any:
-    """h (..., G n) -> act (..., n), in the dtype of ``h``: f(gate) * g(up) where there is a gate, else f(h)."""
+    """h (..., G n) -> act (..., n), in the dtype of ``h``: f(gate) * g(up) with a gate, else f(h)."""
     chosen, m, gate, up = _read(h, activation)
     act = chosen.f(m, gate, *chosen.values)
     return act if up is None else act * _factor(chosen, m, up)

@@ -92,7 +92,7 @@ def _checked(sizes: Sizes) -> Sizes:
 
 def known_gpu(device: str) -> str | None:
     """The name in `GPUS` of a device by its own, "H100" of "NVIDIA H100 80GB HBM3"; None where it isn't there.
-    None for PCIe and NVL cards and MIG slices too: the rates are those of whole SXM cards, which are faster."""
+    None for PCIe and NVL cards and MIG slices too: the table has the rates of whole SXM cards, which are faster."""
     checks.instance("device", device, str)
     words = device.replace(",", " ").split()
     return None if {"PCIe", "NVL", "MIG"} & {*words} else next((name for name in GPUS if name in words), None)
@@ -173,7 +173,7 @@ def _logits_work(sizes: Sizes) -> tuple[float, float]:
 
 
 class Work(NamedTuple):
-    """What a step of a layer computes and moves. phase: "forward" or "backward".  name: as in `blazeproto.lab.explain`.
+    """The operations and bytes of one step of a layer. phase: "forward" or "backward".  name: as in `blazeproto.lab.explain`.
 
     operations: a multiplication and an addition being two, of quantized operands one.  least_bytes: all is moved once.
     """
@@ -193,7 +193,7 @@ def _product_work(name: str, sizes: Sizes, phase: str = "", precision: str = "bf
 def layer_work(sizes: Sizes, save: str = "minimal") -> list[Work]:
     """Every step of a forward and backward of `MoE` with a top-k router and an auxiliary loss, in the order in which they run.
 
-    save: a save policy. What it keeps: `saved_bytes`. "recompute" runs the up projection again in backward; "paper" writes and
+    save: a save policy (`saved_bytes` counts its bytes). "recompute" runs the up projection again in backward; "paper" writes and
     reads no more than "minimal", as act is written for the down projection anyway, and backward makes its own.
     ValueError for another policy.
     """
@@ -281,7 +281,7 @@ def topk_backward_bytes(num_tokens: int, num_experts: int, top_k: int, itemsize:
 def predicted_ms(operations: float, least_bytes: float, gpu: str = "H200") -> float:
     """Milliseconds that one kernel may take: the longer of its operations and its bytes, and `EXPOSED` times the shorter.
 
-    What a kernel takes to start and to end is not counted. ValueError as for `floor_ms`.
+    Start and end of a kernel are not counted. ValueError as for `floor_ms`.
     """
     shorter, longer = sorted(_both_ms(operations, least_bytes, gpu))
     return longer + EXPOSED * shorter

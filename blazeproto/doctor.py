@@ -1,4 +1,4 @@
-"""What works on this machine, what is missing, and the command that mends it: `python -m blazeproto doctor`.
+"""Lists what works on this machine, what is missing, and the command that mends it: `python -m blazeproto doctor`.
 
     for check in examine():
         print(check.name, check.verdict, check.mend)
@@ -34,7 +34,7 @@ class Check:
     """verdict: "works", "missing", "wrong version", "does not work", or "not here", which is no fault.
 
     needed: False of what is missing, where only the lab uses it.  detail: what was tried, or what came instead.
-    mend: a command, empty where there is nothing to mend.
+    mend: a command, empty if nothing needs mending.
     """
 
     name: str
@@ -116,7 +116,7 @@ def _pip(*packages: str) -> str:
 
 
 def find_gpu() -> Gpu | None:
-    """By the driver's own libraries, so that nothing need be installed; None where there is no driver or no GPU."""
+    """By the driver's own libraries, so that nothing need be installed; None without a driver or a GPU."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:

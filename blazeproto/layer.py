@@ -234,7 +234,7 @@ class MoE(nn.Module, Shown):
         do neither.
 
         In parallel, where first use compiles one kernel after the other. To be called where the layer is on its GPU;
-        on the torch backend there is nothing to do. The router's own kernels come with its first forward and backward.
+        on the torch backend it does nothing. The router's own kernels come with its first forward and backward.
         """
         integer("num_tokens", num_tokens, least=0)
         refuse_ranks(self.dispatcher, "prepare")
@@ -292,7 +292,7 @@ class MoE(nn.Module, Shown):
         """Bytes that the experts keep for backward for ``num_tokens`` tokens; router and shared expert keep their own, and
         ``quantized`` counts as weights. 0 where neither x nor the router nor the experts need a gradient.
 
-        dtype: of x as the experts see it; default: autocast's where it is enabled, else that of the weights.
+        dtype: of x as the experts see it; default: autocast's if it is enabled, else the weights' dtype.
         input_grad: whether x needs a gradient.
         """
         check_dtype(dtype)
@@ -326,9 +326,9 @@ class MoE(nn.Module, Shown):
         )
 
     def runs_on(self, dtype: torch.dtype | None = None) -> str:
-        """What computes the experts, and what the kernels lack: "hopper", "torch", or "nothing" where calling the layer raises.
+        """The backend that computes the experts, and why not the kernels: "hopper", "torch", or "nothing" if a call raises.
 
-        dtype: of x, as the experts see it; default: bfloat16 for weights in float32, else that of the weights.
+        dtype: of x, as the experts see it; default: bfloat16 for weights in float32, else the weights' dtype.
         """
         check_dtype(dtype)
         if dtype is None:

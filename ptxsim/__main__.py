@@ -91,7 +91,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def with_source(text: str, path: Path) -> str:
-    """What a run said, with the lines of the source that it names below each line."""
+    """A run's output, each line followed by the source lines that it names."""
     source, lines = path.read_text().splitlines(), []
     for line in text.splitlines():
         lines.append(line)
@@ -101,7 +101,7 @@ def with_source(text: str, path: Path) -> str:
 
 
 def prompt(stepper: Stepper) -> None:
-    """Reads commands from stdin until there are no more."""
+    """Reads commands from stdin to its end."""
     print(stepper)
     while True:
         try:

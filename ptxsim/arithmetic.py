@@ -1,4 +1,4 @@
-"""The PTX instructions that compute lane by lane, by families; the sections are those of the PTX ISA 9.0.
+"""The PTX instructions that compute lane by lane, by families; sections are numbered as in the PTX ISA 9.0.
 
 ``operation(("mad", "lo", "s32"))`` says how the sources' bits are to be viewed, and computes 32 lanes of them at once.
 """
@@ -239,7 +239,7 @@ def _larger_halves(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 @cache
 def operation(words: tuple[str, ...]) -> Operation | None:
-    """What an opcode, split at its points, computes in each lane; None where it is none of these families."""
+    """The function that an opcode, split at its points, computes in each lane; None outside these families."""
     try:
         if words == ("max", "u16x2"):  # 9.7.1.13
             return Operation((U32, U32), U32, _larger_halves)

@@ -13,7 +13,7 @@ from ptxsim.memory import Memory
 
 
 class Arrays:
-    """A `Memory` of arrays: those made here, and those of the caller, which are added when `address` is first asked for them."""
+    """A `Memory` of arrays: made here, or the caller's, which are added when `address` is first asked for them."""
 
     def __init__(self) -> None:
         self.memory = Memory()
@@ -31,10 +31,10 @@ class Arrays:
         return array
 
     def address(self, array: np.ndarray, name: str = "", *, written: bool = True) -> int:
-        """Where the first element lies, of an array or a part of one.
+        """The address of the first element of an array or a part of one.
 
         name: what messages call it.  written: False for a new one whose contents nobody may read before they are written.
-        ValueError where it shares a part of its memory with one that is here, and is no part of it.
+        ValueError if it overlaps an array that was added before, and is no part of it.
         """
         root: Any = array
         while isinstance(root.base, np.ndarray):

@@ -1,4 +1,5 @@
-"""What goes on beside the threads: cp.async, TMA, and the groups by which they are waited for (PTX ISA §9.7.9.25 to §9.7.9.27).
+"""Work that goes on beside the threads: cp.async, TMA, and the groups by which they are waited for (PTX ISA §9.7.9.25 to
+§9.7.9.27).
 
 An instruction issues a `Transaction`; when it happens is the schedule's choice, between its issue and what waits for it. Here the
 async proxy sees shared memory as fences left it.
@@ -24,7 +25,7 @@ from ptxsim.warp import LANE, LANES, Compiled, Run, Wait, Warp
 class Transaction:
     """Something that happens later: ``parts``, one after the other.
 
-    keys: what each part is waited for by, with others.  queue: those of one happen in their order; None: at any time.
+    keys: the waits that each part belongs to, with others.  queue: its transactions happen in their order; None: at any time.
     generic: not by the async proxy.  orders: what races.py knows of the issue, for each key.  next: parts that have happened.
     missing: warps that have to issue it too, before it may happen.
     """

@@ -20,7 +20,7 @@ LARGEST = (1 << 20) - 1  # arrivals, and bytes of transactions, that an mbarrier
 
 @dataclass(repr=False)
 class Mbarrier:
-    """PTX ISA §9.7.13.15: phase, arrivals that it still expects, those of every phase, bytes under way.
+    """PTX ISA §9.7.13.15: phase, arrivals that it still expects, arrivals of every phase, bytes under way.
 
     place: where it is, and the line that initialised it.  stored: (1,), zero while nobody writes its bytes.
     made, clocks, released: what races.py knows of who initialised it, of who has arrived, and of who had when the last phase
@@ -51,7 +51,7 @@ class Mbarrier:
 
 
 class Phase(NamedTuple):
-    """What try_wait and test_wait ask for."""
+    """The phase that try_wait and test_wait ask for."""
 
     barrier: Mbarrier
     parity: int

@@ -24,7 +24,7 @@ class Launch:
     parameters: the bytes of all, as the entry takes them.  maps: tensor maps, by their offsets in these.
     shared_bytes: dynamic shared memory of a CTA.  cluster: CTAs of a cluster.
     variables: the program's global variables that lie in these arrays; the others begin as the program says.
-    gpu: its number.  name: what messages begin with where there are several.  known: what races.py knows to have ended before.
+    gpu: its number.  name: the begin of messages, with several GPUs.  known: the accesses that ended before, for races.py.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Cta:
         return thread % x, thread // x % y, thread // (x * y)
 
     def block(self, address: int, size: int) -> Block | None:
-        """Whose bytes these are: of global memory, or of the shared memory of a CTA in the cluster."""
+        """The owner of these bytes: an array of global memory, or the shared memory of a CTA in the cluster."""
         if address >> 40:
             return self.launch.world.block(address, size, self.launch.gpu)
         rank = address >> WINDOW

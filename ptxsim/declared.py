@@ -41,8 +41,8 @@ _NO_PART = {"const", "volatile", "__restrict__", "__restrict", "signed", "std"}
 
 
 def elements(source: str, entry: str) -> list[Pointee | None]:
-    """What each parameter of the kernel that is this entry points to. None for no pointer, and for a type that is not known here;
-    nothing where the text does not show the parameters, as of a template."""
+    """The type that each parameter of this entry's kernel points to. None for no pointer, and for a type unknown here;
+    an empty result if the text does not show the parameters, as for a template."""
     source = _COMMENT.sub(" ", source)
     found = [
         takes for name, takes in _KERNEL.findall(source) if entry == name or entry.startswith(f"_Z{len(name)}{name}")

@@ -1,7 +1,7 @@
 """Floating point as PTX rounds it (PTX ISA 9.7.3): to nearest, to zero, down, up; subnormals; NaN. Arrays of lanes throughout.
 
-What NumPy lacks is made of float64: products of two float32 are exact there, and a sum that isn't ends in an odd bit, so that
-rounding it again gives what one rounding would. Callers hold ``np.errstate(all="ignore")``.
+Operations that NumPy lacks are made of float64: products of two float32 are exact there, and a sum that isn't ends in an odd bit,
+so that rounding it again gives what one rounding would. Callers hold ``np.errstate(all="ignore")``.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ LAST_BIT, BELOW_HALF, UPPER, SIXTEEN = (np.array(word, np.uint32) for word in (1
 
 
 def rounded(values: np.ndarray, kind: np.dtype, mode: str) -> np.ndarray:
-    """float64 to ``kind``, once. What overflows goes to infinity or to the largest number, as the mode says."""
+    """float64 to ``kind``, once. Overflow gives infinity or the largest number, as the mode says."""
     result = values.astype(kind)
     if mode == "rz":
         np.copyto(result, np.nextafter(result, ZERO[kind]), where=np.abs(result) > np.abs(values))

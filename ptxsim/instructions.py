@@ -1,6 +1,6 @@
 """Instructions as functions of a warp: `compile_entry` makes a `Compiled` of each, once for a program.
 
-What computes lane by lane is in arithmetic.py; this file has branches and asks the tables of the other files for the rest. A
+Lane-by-lane arithmetic is in arithmetic.py; this file has branches and asks the tables of the other files for the rest. A
 table has an opcode's first words, and the function that makes of an instruction and its step what the step runs.
 """
 

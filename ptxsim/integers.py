@@ -31,7 +31,7 @@ def _wide_product(kind: np.dtype) -> Function:
 
 
 def wider(kind: np.dtype) -> np.dtype:
-    """The integer of twice the width; KeyError where there is none."""
+    """The integer of twice the width; KeyError for the widest."""
     return INTEGERS[f"{'s' if kind.kind == 'i' else 'u'}{16 * kind.itemsize}"]
 
 
@@ -133,12 +133,12 @@ def _shift(compute: np.ufunc) -> Callable[[np.dtype], Function]:
 
 
 def same(compute: Function) -> Callable[..., Function]:
-    """What NumPy computes alike for all types."""
+    """An operation that NumPy computes alike for all types."""
     return lambda *_: compute
 
 
 class Family(NamedTuple):
-    """letters: of the types that there are: s, u, b, f, p(red). make: a type to what computes.
+    """letters: of the types: s, u, b, f, p(red). make: from a type to its function.
 
     operands: the result, then the sources. t: of the type; w: twice as wide; n: uint32; p: predicate; a: a shift's amount.
     """

@@ -63,7 +63,8 @@ def _shape(instruction: Statement, operand: Operand) -> tuple[str, str, int, tup
 
 
 def ld(instruction: Statement, step: Compiled) -> Run:
-    """§9.7.9.8 ld. A narrower signed number is extended by its sign. Who reads the same of a strong one again may be waiting."""
+    """§9.7.9.8 ld. A narrower signed number is extended by its sign. A strong load that reads the same value again may be a
+    wait."""
     semantics = step.semantics = Semantics.of(instruction.words)
     space, kind, width, parts = _shape(instruction, instruction.operands[0])
     registers = [(part.place, WORDS[part.bits]) for part in parts]
@@ -82,7 +83,7 @@ def ld(instruction: Statement, step: Compiled) -> Run:
 
 
 def asked(warp: Warp, addresses: np.ndarray, values: np.ndarray) -> Wait:
-    """What a loop waits for that reads these words, of this many lanes, again and again."""
+    """The words that a loop waits for, if it reads these words, of this many lanes, again and again."""
     what = f"{warp.cta.describe(int(addresses[0]))}, which is {values[0]}"
     return Wait(lambda: True, what, True, (addresses.tobytes(), values.tobytes()))
 
@@ -102,7 +103,8 @@ def _loaded(
 
 
 def st(instruction: Statement, step: Compiled) -> Run:
-    """§9.7.9.11 st. What nobody wrote may be stored to shared memory, where it stays that; to global memory it is an error."""
+    """§9.7.9.11 st. An unwritten value may be stored to shared memory, where it stays unwritten; in global memory it is an
+    error."""
     step.semantics = Semantics.of(instruction.words)
     space, _, width, parts = _shape(instruction, instruction.operands[1])
     at, fetches = address(step, instruction.operands[0]), [fetch(part, WORDS[8 * width]) for part in parts]
@@ -141,7 +143,7 @@ def _store(
 def write_by_threads(
     warp: Warp, step: Compiled, block: Block, offsets: np.ndarray, size: int, by: Any = None
 ) -> np.ndarray:
-    """What comes before the bytes change, which are returned. by: a transaction, where it is not the warp."""
+    """Checks and records a write before the bytes change; returns the bytes. by: a transaction, if not the warp."""
     index = bytes_at(offsets, size)
     warp.cta.races.write(block, offsets, size, by or warp, step)
     if step.semantics.atomic and block.written is not None and not block.written[index].all():

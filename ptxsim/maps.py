@@ -23,8 +23,8 @@ SHARED_ALIGNMENT = 128
 class TensorMap:
     """A tensor in global memory and the box of it that a copy moves. Dimensions are counted from the innermost.
 
-    address: of the tensor, in bytes, a multiple of 16.  shape: in elements.  strides: in bytes, multiples of 16, without that of
-    the innermost dimension, which is contiguous.  box: in elements, up to 256 in a dimension; a row has a multiple of 16 bytes.
+    address: of the tensor, in bytes, a multiple of 16.  shape: in elements.  strides: in bytes, multiples of 16, without
+    the innermost dimension's, which is contiguous.  box: in elements, up to 256 in a dimension; a row has a multiple of 16 bytes.
     itemsize: bytes of an element.  swizzle: 0, 32, 64 or 128 bytes; a box's row has just as many (cuTensorMapEncodeTiled allows
     fewer, which is not modelled).  fill_nan: loads fill with NaN what lies outside the tensor, instead of zeros.
 
@@ -60,20 +60,20 @@ class TensorMap:
 
     @property
     def bytes(self) -> int:
-        """What a load adds by complete_tx: the whole box, what lies outside the tensor included."""
+        """The bytes that a load adds by complete_tx: the whole box, including its part outside the tensor."""
         return prod(self.box) * self.itemsize
 
 
 def transfer(
     tensor_map: TensorMap, coordinates: Sequence[int], shared_address: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Where each piece of a box lies: byte addresses in global and in shared memory, int64, and whether it lies inside the
+    """The pieces of a box: byte addresses in global and in shared memory, int64, and whether a piece lies inside the
     tensor, bool. 1-D each, in the box's order.
 
     coordinates: of the box's first element, innermost first, signed.  shared_address: in bytes, a multiple of 128.
 
     A piece has ``tensor_map.bytes // len(inside)`` bytes: 16, or one element where pieces of 16 bytes would lie across the
-    tensor's edge or not begin at multiples of 16 in global memory. Where a piece lies outside, a load writes zeros (NaN with
+    tensor's edge or not begin at multiples of 16 in global memory. For a piece outside, a load writes zeros (NaN with
     fill_nan) to shared memory, a store writes nothing, and its global address means nothing. The swizzle goes by the absolute
     shared address, so a box may begin at any multiple of 128.
 

@@ -48,8 +48,8 @@ class Descriptor(NamedTuple):
 
 
 def swizzled(addresses: np.ndarray, swizzle: int) -> np.ndarray:
-    """Where the bytes at these addresses of shared memory lie: bits 4, 5, 6 exclusive or bits 7, 8, 9 for 128 bytes, fewer for
-    fewer (PTX ISA 5.5.7, "Swizzling modes")."""
+    """The places of the bytes at these addresses of shared memory: bits 4, 5, 6 exclusive or bits 7, 8, 9 for 128 bytes, fewer
+    for fewer (PTX ISA 5.5.7, "Swizzling modes")."""
     return addresses ^ (addresses >> 3 & max(swizzle - 16, 0))
 
 
@@ -106,10 +106,10 @@ def _accumulator(registers: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def matrix_addresses(lane_addresses: np.ndarray, count: int, transposed: bool) -> np.ndarray:
-    """The byte addresses of what ldmatrix and stmatrix .m8n8.b16 move, int64 (count, 32 lanes, 2): a register's low half first.
+    """The byte addresses that ldmatrix and stmatrix .m8n8.b16 access, int64 (count, 32 lanes, 2): a register's low half first.
 
-    lane_addresses: (32,), lane 8 m + r has that of row r of matrix m.  count: 1, 2, 4 (.x1, .x2, .x4).  transposed: .trans.
-    PTX ISA 9.7.14.5.15, "ldmatrix", and 9.7.14.5.16, "stmatrix".
+    lane_addresses: (32,), lane 8 m + r has the address of row r of matrix m.  count: 1, 2, 4 (.x1, .x2, .x4).  transposed:
+    .trans. PTX ISA 9.7.14.5.15, "ldmatrix", and 9.7.14.5.16, "stmatrix".
     """
     lane, half = np.mgrid[:32, :2]
     row, column = lane // 4, 2 * (lane % 4) + half  # of what a lane holds

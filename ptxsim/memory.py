@@ -47,7 +47,7 @@ class Semantics(NamedTuple):
 
 
 class Refusal(ValueError):
-    """What an instruction may not do, raised where it is not known which one: the step that runs it says that."""
+    """A forbidden access, raised where the instruction is not known: the step that runs it adds it."""
 
 
 class Block:
@@ -125,7 +125,7 @@ class Memory:
         return address
 
     def block(self, address: int, size: int = 1) -> Block | None:
-        """Whose bytes these are; None for nobody's."""
+        """The owner of these bytes; None for nobody's."""
         found = self._near(address)
         return found if found is not None and address + size <= found.end else None
 
@@ -135,7 +135,7 @@ class Memory:
         return self.blocks[place - 1] if place else None
 
     def describe(self, address: int) -> str:
-        """Where an address lies, for a message."""
+        """The place of an address, for a message."""
         near = self._near(address)
         if near is None:
             return f"address {address:#x}, below all arrays"

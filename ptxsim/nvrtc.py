@@ -36,7 +36,7 @@ class Binary(NamedTuple):
 
     @property
     def sass(self) -> str:
-        """The machine code as text, by nvdisasm. FileNotFoundError where there is none, RuntimeError where it fails."""
+        """The machine code as text, by nvdisasm. FileNotFoundError without nvdisasm, RuntimeError where it fails."""
         tools = [path for home in _homes() for path in sorted(home.glob("bin/nvdisasm*"))]
         tool = shutil.which("nvdisasm") or next(map(str, tools), None)
         if tool is None:

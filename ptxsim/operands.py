@@ -119,7 +119,7 @@ def result(instruction: Statement) -> tuple[int, int]:
 
 
 def lane_wise(instruction: Statement, known: Operation | None) -> Run:
-    """What computes lane by lane: ``known`` of the sources, for the first operand."""
+    """A step that computes lane by lane: ``known`` of the sources, for the first operand."""
     if known is None:
         raise PtxError("no such opcode")
     (register, bits), sources = result(instruction), instruction.operands[1:]

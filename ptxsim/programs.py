@@ -38,7 +38,7 @@ MAP_BYTES, MAP_ALIGNMENT = 128, 64  # of a CUtensorMap
 
 @dataclass(frozen=True)
 class ArrayMap:
-    """What `tensor_map` makes: an argument of `run`."""
+    """The result of `tensor_map`: an argument of `run`."""
 
     array: np.ndarray
     box: tuple[int, ...]
@@ -77,7 +77,7 @@ def tensor_map(array: np.ndarray, box: Sequence[int], swizzle: int = 0) -> Array
 
 @dataclass(frozen=True)
 class Unwritten:
-    """What `unwritten` makes: an argument of `run`."""
+    """The result of `unwritten`: an argument of `run`."""
 
     array: np.ndarray
 
@@ -112,7 +112,7 @@ def run(
     kernel: CUDA C++ source, PTX text, a file of either as str or Path, or an object whose ``ptx`` is text or makes it, such as
     `compile`'s result.  options: NVRTC's, for CUDA C++, such as ``-DN=4``.
     grid, block: CTAs, and threads of a CTA, as a number or up to three.  shared: bytes of dynamic shared memory of a CTA.
-    cluster: CTAs of a cluster.  seed: of the schedule.  entry: the kernel's name as in the PTX, where there is more than one.
+    cluster: CTAs of a cluster.  seed: of the schedule.  entry: the kernel's name as in the PTX, if it has more than one.
     most: instructions of all warps, beyond which it is a MachineError that says where they are; as of a loop without end.
     progress: called with clusters done and in all.
 

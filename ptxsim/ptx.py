@@ -1,7 +1,7 @@
 """PTX text to a program: entries, parameters, variables, and instructions with the source lines that they came from.
 
 As NVRTC and Numba write it (PTX ISA §4, "Syntax", and §5, "State spaces, types, and variables"). No call, no function, no local
-memory. What is not known raises here, before anything runs.
+memory. Unknown text raises here, before anything runs.
 """
 
 import re
@@ -52,7 +52,7 @@ class Symbol(NamedTuple):
 
 
 class Label(NamedTuple):
-    """Where a branch goes."""
+    """The target of a branch."""
 
     target: int  # the instruction's number in its entry
 
@@ -165,7 +165,7 @@ class Entry:
 
 @dataclass
 class Program:
-    """What a PTX text holds."""
+    """The contents of a PTX text."""
 
     entries: dict[str, Entry]
     variables: list[Variable]
@@ -176,7 +176,7 @@ class Program:
         return _Reader(text).read()
 
     def entry(self, name: str | None = None) -> Entry:
-        """By its name; the only one where none is given. PtxError where there is no such."""
+        """The entry of this name; without a name the only one. PtxError if it does not exist."""
         if name is None and len(self.entries) == 1:
             return next(iter(self.entries.values()))
         require(name in self.entries, f"entry: expected one of {', '.join(self.entries)}, got {name!r}")

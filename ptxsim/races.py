@@ -1,6 +1,6 @@
 """Races: two accesses to a byte, one of them a write, that nothing waited for orders, whatever this run's order was.
 
-Who acts is an *actor*: a warp, or something asynchronous, named by its issuer and by what it is waited for (a warp's copies, its
+An *actor* is a warp, or something asynchronous, named by its issuer and by what it is waited for (a warp's copies, its
 bulk groups, a warpgroup's products, an mbarrier's loads). Every actor counts its epochs. A *clock* says which epochs of every
 actor are known to have ended; barriers, waits and arrivals hand clocks on (FastTrack: Flanagan, Freund 2009).
 
@@ -9,13 +9,13 @@ proxy may see of it in shared and in global memory, which a fence brings up to t
 these where threads acted.
 
 Asynchronous accesses are not in the order of the program (PTX ISA §8.9.1.1): two of one thread race unless the first was waited
-for, and who waits for one learns nothing else of the thread that issued it. A wgmma reads for four warps. What it reads has to
-be known to each of them, and it has ended for those who know that each of them has waited for it.
+for, and waiting for one tells nothing else of the thread that issued it. A wgmma reads for four warps. Each of them must know of
+the writes that it reads, and it has ended for an actor that knows that each of them has waited for it.
 
-Of a launch alone CTAs run one cluster after another, and nothing orders them: what an earlier cluster did is known to nobody.
-Atomics are ordered with each other alone. Of launches that run at once (world.py) acquire and release order threads of all CTAs
-and GPUs, strong accesses do not race where their scopes reach from one to the other (PTX ISA §8.6, "Morally strong operations"),
-and a launch knows what the one before it on its GPU did. Lanes of a warp count as ordered.
+CTAs of one launch run one cluster after another, and nothing orders them: no actor knows of an earlier cluster's accesses.
+Atomics are ordered with each other alone. Among launches that run at once (world.py) acquire and release order threads of all
+CTAs and GPUs, strong accesses do not race where their scopes reach from one to the other (PTX ISA §8.6, "Morally strong
+operations"), and a launch knows what the one before it on its GPU did. Lanes of a warp count as ordered.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ UNIT = 16  # bytes that a shadow begins with: the widest that one lane accesses
 
 
 class Shadow:
-    """For every ``unit`` bytes the last write's actor, epoch, instruction and scope, 0 where it was weak, and the reads since, in
-    as many rows as there are actors that read the same. Nobody accesses a part of a unit: it becomes smaller first."""
+    """For every ``unit`` bytes the last write's actor, epoch, instruction and scope, 0 where it was weak, and the reads since,
+    with a row for each actor that read the same. Nobody accesses a part of a unit: it becomes smaller first."""
 
     def __init__(self, size: int) -> None:
         self.unit, count = UNIT, -(-size // UNIT)
@@ -75,7 +75,7 @@ class Shadow:
 
 
 class Order(NamedTuple):
-    """What was known when a transaction was issued."""
+    """The clocks at a transaction's issue."""
 
     actor: int
     epoch: int
@@ -83,7 +83,8 @@ class Order(NamedTuple):
 
 
 class Access(NamedTuple):
-    """Who reads or writes, what is known to have ended, and which of what threads did the async proxy sees: None for a thread.
+    """An access: its actor, the epochs known to have ended, and those epochs of threads that the async proxy sees (None: a
+    thread).
 
     scope: 0 where it is weak.
     """
@@ -97,7 +98,7 @@ class Access(NamedTuple):
 
 
 class Races:
-    """What was found, by the pair of source lines, and the clocks of the cluster that runs, or ``together`` of all."""
+    """The races found, by pair of source lines, and the clocks of the cluster that runs, or ``together`` of all."""
 
     def __init__(self, together: bool = False) -> None:
         self.together = together
@@ -122,7 +123,8 @@ class Races:
             self._tick(warp)
 
     def end(self, warps: list[Warp]) -> Clocks:
-        """A launch of these warps has ended. What the next one of its GPU knows: what they do, and all that its GPU has done."""
+        """A launch of these warps has ended. The next launch on its GPU knows all accesses of its GPU, and all that these warps
+        know."""
         known = np.maximum.reduce([self._fit(self.clocks.pop(warp)) for warp in warps])
         for actor, epoch in self.epochs.items():
             if self.homes[0, actor] == warps[0].cta.launch.gpu:
@@ -177,7 +179,7 @@ class Races:
             to.clocks = self.joined(to.clocks, clocks)
 
     def snapshot(self, warp: Warp) -> Clocks:
-        """What the warp knows so far."""
+        """The warp's clocks so far."""
         known = self.clocks[warp].copy()
         self._tick(warp)
         return known
@@ -246,7 +248,7 @@ class Races:
             barrier.clocks[0, actor] = max(barrier.clocks[0, actor], epoch)
 
     def initialise(self, warp: Warp, barrier: Mbarrier, step: Compiled) -> None:
-        """Who uses a barrier has to know that it was initialised."""
+        """An actor that uses a barrier must know that it was initialised."""
         actor = self._actor((warp, "mbarriers"), generic=True)
         epoch = self.clocks[warp][0, actor] = self._next(actor)
         barrier.made = actor, epoch, self._site(warp, step)
@@ -370,7 +372,7 @@ class Unwatched:
     found: Mapping[Any, Race] = {}
 
     def note(self, *_: Any, **__: Any) -> Any:
-        """What anybody does."""
+        """Records an access of any actor."""
 
     begin = release = acquire = fence = issue = join = finish = finish_part = joined = note
     snapshot = now = knows = apart = note

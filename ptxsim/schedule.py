@@ -1,8 +1,8 @@
 """Runs a program: CTAs one cluster after another, their warps in an order that a seed decides.
 
 At every instruction that others can see the schedule may let another warp go first, or let something happen that is under way.
-What nobody waits for may happen late; the seed decides how late, and whether all warps and all that is under way have the same
-chance, or some are put off for long. The same seed gives the same run.
+A transaction that nobody waits for may happen late; the seed decides how late, and whether all warps and all that is under way
+have the same chance, or some are put off for long. The same seed gives the same run.
 """
 
 import random
@@ -41,7 +41,7 @@ class Deadlock(MachineError):
 
 @dataclass(repr=False)
 class Report:
-    """What a run found: races as pairs of source lines, steps of all warps, and the seed that gives the same run again.
+    """The findings of a run: races as pairs of source lines, steps of all warps, and the seed that gives the same run again.
 
     ended: whether it came to its end, as one that an error cut short did not.
     """
@@ -88,7 +88,7 @@ def start(
 
 
 def run(*arguments: Any, most: float = float("inf"), **options: Any) -> Report:
-    """Run one launch to its end; arguments and options are those of `start`. Arrays in ``memory`` have the results.
+    """Run one launch to its end; arguments and options as for `start`. Arrays in ``memory`` have the results.
 
     most: warp instructions.
     Raises PtxError for what the machine does not know, MachineError for what a kernel may not do, and where it takes more than

@@ -26,7 +26,7 @@ FLOATS = {32: np.float32, 64: np.float64}
 
 
 class Stepper:
-    """One launch; arguments and options are those of `ptxsim.schedule.start`. cta: below, of the cluster that runs.
+    """One launch; arguments and options as for `ptxsim.schedule.start`. cta: below, of the cluster that runs.
 
     report: of what has run.  result: of the call that made the launch, by `Machine.step`.
     """
@@ -62,7 +62,7 @@ class Stepper:
                 break
             if text in last.text or text in str(last.line):
                 return self
-        raise RuntimeError(f"text: expected that of an instruction that still runs, got {text!r}")
+        raise RuntimeError(f"text: expected an instruction that still runs, got {text!r}")
 
     def finish(self) -> Report:
         """To the end. Raises what `run` raises."""
@@ -122,11 +122,11 @@ class Stepper:
         return block.bytes[begin : begin + size].copy(), block.written[begin : begin + size].copy()
 
     def stage(self, layout: Any, begin: int = 0, cta: int = 0) -> Any:
-        """What a layout makes of a stage. layout: has start, bytes, holding(data, written).  begin: of the stage."""
+        """A stage read by a layout. layout: has start, bytes, holding(data, written).  begin: of the stage."""
         return layout.holding(*self.shared(begin + layout.start, layout.bytes, cta))
 
     def accumulators(self, warpgroup: int = 0, cta: int = 0) -> dict[str, np.ndarray]:
-        """What a warpgroup's wgmma have made so far, fp32 (64, N), by the name of the first register that it goes to.
+        """The sums of a warpgroup's wgmma so far, fp32 (64, N), by the name of the first register that it goes to.
 
         Those that are under way count where the schedule has let them happen. ValueError for a warpgroup that does not exist.
         """
@@ -167,7 +167,7 @@ def _index(name: str, value: int, count: int, of: str = "") -> int:
 
 
 class Value(NamedTuple):
-    """A register's bits as an unsigned and a signed number, and as a float where there are 32 or 64. written: by anybody."""
+    """A register's bits as an unsigned and a signed number, and as a float with 32 or 64 bits. written: by anybody."""
 
     bits: int
     signed: int

@@ -20,7 +20,7 @@ POISON_OF = {bits: np.full(LANES, 0xFBFBFBFBFBFBFBFB >> (64 - bits), WORDS[bits]
 
 
 class MachineError(RuntimeError):
-    """What a kernel may not do; the message says kernel, source line, warp and lane, then the seed and the races before.
+    """A kernel did something forbidden; the message says kernel, source line, warp and lane, then the seed and the races before.
 
     report: of the run that it ended.
     """
@@ -102,7 +102,7 @@ class Warp:
             self.cta.ended += 1
 
     def hold(self, kind: object = None) -> bool:
-        """The running lanes wait where they are for the others of the warp: whether there are some that can go on."""
+        """The running lanes wait where they are for the others of the warp: whether some can go on."""
         if not self.others:
             return False
         self.kinds[self.pc] = kind
@@ -206,5 +206,5 @@ class Compiled:
 
 
 def plain(act: Callable[[Compiled, Warp, "np.ndarray | None"], "Wait | None"]) -> Callable[[Statement, Compiled], Run]:
-    """What makes of an instruction without operands what its step runs."""
+    """Makes the step of an instruction without operands."""
     return lambda instruction, step: partial(act, step)

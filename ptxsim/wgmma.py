@@ -42,7 +42,7 @@ class Multiplication(Transaction):
 class Warpgroup:
     """The products under way of four warps, and by registers the accumulators that these make.
 
-    Of each warp: how many it had issued at each commit, and now; and its last product of these registers.
+    For each warp: the number issued at each commit, and now; and its last product of these registers.
     """
 
     def __init__(self) -> None:

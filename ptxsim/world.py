@@ -1,10 +1,11 @@
-"""What launches that run at once share: memory, as each GPU sees it, what is under way, and what orders threads through memory.
+"""State shared by launches that run at once: memory as each GPU sees it, stores under way, and the order of threads through
+memory.
 
 Each GPU has a copy of every array. A store is in its own GPU's copy at once and comes to the others' later, in any order, as the
 schedule lets it happen; at the latest when a thread that knows of it releases at system scope, or its launch ends (PTX ISA §8.9,
 "Causality order", of which release and acquire patterns are §8.8). Atomics and releases of system scope show at once.
 
-Which threads know of a store is what races.py knows. A store that releases keeps the clocks of its warp beside the word, and who
+races.py knows which threads know of a store. A store that releases keeps the clocks of its warp beside the word, and who
 acquires what it stored gets them, where both scopes reach from one to the other.
 """
 
@@ -33,7 +34,7 @@ class World:
         self.releases: dict[tuple[int, int], Releases] = {}  # by the number of a store, and its place in its array
 
     def block(self, address: int, size: int, gpu: int) -> Block | None:
-        """Whose bytes of global memory these are, as a GPU sees them; None for nobody's."""
+        """The owner of these bytes of global memory, as a GPU sees them; None for nobody's."""
         found = self.memory.block(address, size)
         if not self.gpus or found is None or found.read_only:
             return found
@@ -42,7 +43,7 @@ class World:
         return self.copies[found][gpu]
 
     def newest(self, block: Block, offsets: np.ndarray, size: int) -> None:
-        """What an atomic of system scope works on."""
+        """The bytes that an atomic of system scope works on."""
         index = bytes_at(offsets, size)
         block.bytes[index], block.numbers[index] = block.home.bytes[index], block.home.numbers[index]
 
@@ -91,7 +92,7 @@ class World:
         return self.releases.get((int(block.numbers[offset]), offset), {})
 
     def release(self, warp: Warp, scope: int) -> Any:
-        """What the warp knows, to be handed on; of system scope, every GPU sees it from now on."""
+        """The warp's clocks, to be handed on; at system scope every GPU sees its stores from now on."""
         if scope == SYSTEM:
             for one in [one for one in self.pending if isinstance(one, LateStore)]:
                 if self.races.knows(warp, one.actor, one.epoch):

@@ -1,4 +1,4 @@
-"""What is saved, what is recomputed, in which order the kernels run: the bridge to PyTorch."""
+"""The bridge to PyTorch: it decides what to save, what to recompute, and in which order the kernels run."""
 
 from blazeproto.autograd.checkpoint import checkpoint_contexts, checkpoint_policy
 from blazeproto.autograd.low_rank import LowRank

@@ -51,7 +51,7 @@ def missing_for_kernels(device: torch.device, dtype: torch.dtype, num_experts: i
 
 
 def what_runs(name: str, device: torch.device, dtype: torch.dtype, num_experts: int, *widths: int) -> str:
-    """What `backend_on` does, in words: "hopper", or "torch", or "nothing" where it raises; with what the kernels lack."""
+    """The result of `backend_on` in words, with its reason: "hopper", "torch", or "nothing" if it raises."""
     if name == "torch":
         return name
     missing = missing_for_kernels(device, dtype, num_experts, *widths)

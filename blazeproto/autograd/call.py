@@ -136,7 +136,8 @@ class Backend(Protocol):
     functions: `hopper_backend`, `torch_backend`.
 
     Shapes: x (T, d), up_proj (E, G n, d), down_proj (E, d, n), scores (T, K) or (P,), H (R, G n), act (R, n); G is 2 for a gated
-    activation, else 1. H is the up projection of each row's token, with its bias if there is one; act is the activation of H.
+    activation, else 1. H is the up projection of each row's token, with its bias if the layer has biases; act is the activation
+    of H.
     """
 
     READS_ACT: bool
@@ -144,7 +145,7 @@ class Backend(Protocol):
 
     def build_dispatch(self, topk_experts: Tensor, num_experts: int, lists: tuple[Tensor, Tensor, Tensor]) -> None:
         """topk_experts (T, K) or (P,), int32 or int64 -> fills expert_pair_indices (R,), expert_token_offsets (E+1,) and
-        token_index_map (P,). Where R < P, rows from R on are left out."""
+        token_index_map (P,). If R < P, rows from R on are left out."""
 
     def rows_of(self, dispatch: Dispatch) -> Any:
         """The dispatch as the other functions take it; made once for all steps of an operator."""
@@ -156,7 +157,7 @@ class Backend(Protocol):
         """weights (E, m, k) -> `Quantized` ones and their transpose, those that are not None.  at: of `rows_of` or `place_of`."""
 
     def place_of(self, t: Tensor) -> Any:
-        """Where `quantize_weights` runs without a dispatch, for weights that lie where t does."""
+        """The device and stream on which `quantize_weights` runs without a dispatch: t's."""
 
     def low_rank_rows(
         self, a: Tensor, factor: Tensor, rows: Any, *, gather: bool, transposed: bool, out: Tensor | None = None
@@ -257,7 +258,7 @@ def store(ctx: Any, call: ExpertsCall, saved: Saved) -> None:
 
 
 def load(ctx: Any, d_out: Tensor | None) -> tuple[ExpertsCall, Saved]:
-    """The call and the tensors that `store` saved. Where X was not saved, a tensor of its shape stands for it."""
+    """The call and the tensors that `store` saved. If X was not saved, a tensor of its shape stands for it."""
     values = iter(ctx.saved_tensors)
     p, beside, lists = first(Parameters, values), first(Beside, values), [*islice(values, 5)]
     if p.x is None and d_out is not None:

@@ -48,8 +48,8 @@ def checkpoint_contexts() -> Any:
 def refuse_lost_gradients(losses: dict[str, Tensor]) -> dict[str, Tensor]:
     """The losses, such that a backward through one raises if ``checkpoint(use_reentrant=True)`` runs this forward pass.
 
-    There it runs without gradients, and once more in backward. What a caller takes out of the stats is then a constant. Summed up
-    and returned beside the output it is a tensor that the checkpoint knows, and has its gradient.
+    There it runs without gradients, and once more in backward. A loss that a caller takes out of the stats is then a constant.
+    Summed up and returned beside the output it is a tensor that the checkpoint knows, and has its gradient.
     """
     if not losses or torch.compiler.is_compiling() or torch.is_grad_enabled() or not _runs_in_reentrant_checkpoint():
         return losses

@@ -1,4 +1,4 @@
-"""What the tensors of ``moe_mlp`` and ``grouped_experts`` must be: looked at on the host, before anything is launched."""
+"""Checks of the tensors of ``moe_mlp`` and ``grouped_experts``, on the host, before anything is launched."""
 
 from typing import Any
 
@@ -95,13 +95,13 @@ def check_dtype(dtype: object, name: str = "dtype") -> None:
 def check_weights(
     up: Tensor, down_proj: Tensor, up_bias: Tensor | None, down_bias: Tensor | None, options: Options
 ) -> None:
-    """`check_experts` before there are tokens."""
+    """`check_experts` for weights alone, without tokens."""
     x = down_proj.new_empty(0, down_proj.shape[1])
     check_experts(x, (up,), down_proj, up_bias, down_bias, None, None, num_experts=len(down_proj), options=options)
 
 
 def why_refused(*weights_and_options: Any) -> str:
-    """What `check_weights` says; "": nothing."""
+    """The message of `check_weights`; "" if it accepts the weights."""
     try:
         check_weights(*weights_and_options)
     except ValueError as error:

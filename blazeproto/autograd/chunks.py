@@ -1,7 +1,7 @@
 """Tokens in chunks, so that transient buffers are bounded (``workspace_bytes``); a whole batch is one chunk.
 
 Each chunk has a dispatch of its own and goes the whole way, up and down, before the next begins, so that only one chunk's
-act, Y, A' and dX~ exist at a time, and dH where it has a place of its own. What the save policy keeps is kept for all tokens,
+act, Y, A' and dX~ exist at a time, and dH where it has a place of its own. Saved tensors are kept for all tokens,
 in arrays whose slices are the chunks: pair p of a chunk counts from the chunk's first token.
 
     tokens         | chunk 0          | chunk 1          | chunk 2      |
@@ -27,7 +27,7 @@ MULTIPLE = 8  # tokens of a chunk, so that slices of index arrays stay 16-byte a
 
 
 class Chunk(NamedTuple):
-    """Which slices of the batch's arrays a chunk has; None for all of them."""
+    """A chunk's slices of the batch's arrays; None for all of them."""
 
     tokens: slice | None
     rows: slice | None  # pairs too: a chunk has as many rows as pairs
@@ -77,7 +77,7 @@ def chunk_tokens_for(
     """Tokens in a chunk, spread evenly over as few chunks as fit the workspace; WHOLE where all do, or it is None.
 
     up_rank, down_rank: of low-rank factors.  combine: `Options.combine`: whether Y and dX~ are rows or float32 sums.
-    row_capacity: bounds the rows of a whole batch, but not those of a chunk, which may have a row for each of its pairs.
+    row_capacity: bounds the rows of a whole batch. A chunk may still have a row for each of its pairs.
 
     Counts what one token needs for what lives only during a chunk, in the widest moment of forward and backward: as the
     Hopper backend has it, and as if H were recomputed, whatever the save policy. So the chunks, and the order in which

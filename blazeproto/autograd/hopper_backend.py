@@ -5,7 +5,7 @@ kernels are launched without another check. Nothing here outlives the call: no p
 forward and backward. An array that is not contiguous or not 16-byte aligned is copied.
 
 Y and dX~, the rows that a token's experts leave to be summed, are the largest arrays of a wide layer, and only `combine`
-reads them. Where they are twice as large as a weight gradient or more, some columns are made and summed at a time, in one
+reads them. If they are twice as large as a weight gradient or more, some columns are made and summed at a time, in one
 place (`column_slices`); or they are not made, and the products add to the tokens' sums (``combine``):
 
     act ──> Y[:, 0:1024] ──combine──> out[:, 0:1024]
@@ -52,7 +52,7 @@ build_dispatch = fill_dispatch
 
 
 def rows_of(dispatch: Dispatch) -> Addresses:
-    """Where the index arrays lie. Those of a chunk may need aligned copies."""
+    """The addresses of the index arrays. A chunk's may need aligned copies."""
     device, stream = dispatch.expert_token_offsets.get_device(), current_stream(dispatch.expert_token_offsets)
     at = addresses(dispatch, device, stream)
     pairs_at, tokens_at, _ = at.pair_to_token

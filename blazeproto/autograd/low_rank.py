@@ -12,7 +12,7 @@ LowRows = tuple[Tensor, Tensor]
 
 
 class LowRank(NamedTuple):
-    """What is added to a weight (E, out, in) of E experts: b a, of rank r. Hu et al., LoRA, arXiv 2106.09685, section 4.1.
+    """A term added to the weights (E, out, in) of E experts: b a, of rank r. Hu et al., LoRA, arXiv 2106.09685, section 4.1.
 
     Adapters that act together are one such pair, concatenated along r.
 
@@ -41,5 +41,5 @@ def tensors_of(*factors: LowRank | None) -> list[Tensor]:
 
 
 def rank_of(factors: LowRank | None) -> int:
-    """0 where there are none."""
+    """The rank of the factors; 0 without factors."""
     return 0 if factors is None else factors.a.shape[1]

@@ -2,7 +2,7 @@
 `grouped_experts`: experts on rows that have arrived, with their counts, for programs that move tokens themselves.
 
 One autograd node. Forward is one operator. The steps of backward (double boxes) are calls of another, where a compiler, a
-profiler or a mode sees them. What the node saves is listed between them.
+profiler or a mode sees them. The list between them names the saved tensors.
 
     x, W_up, W_down, S ──> [ moe_experts: up ── act ──> down, combine ] ──> out
                                            │

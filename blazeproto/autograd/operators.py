@@ -44,7 +44,7 @@ class Operator:
         return self.differentiated if self.differentiated and wants_gradients else self.kernel
 
     def gradients(self, needs: Sequence[bool], *arguments: Any) -> Gradients:
-        """What an operator ``(bool[] needs, ...) -> Tensor[]`` returns; it leaves out what isn't needed: None in its place."""
+        """The results of an operator ``(bool[] needs, ...) -> Tensor[]``, with None in place of what isn't needed."""
         made = iter(self.overload(needs, *arguments))
         return [next(made) if need else None for need in needs]
 
@@ -67,7 +67,7 @@ def define(
     ``forward(ctx, *inputs)``, where that saves a frame. An operator that neither chooses nor has a derivative raises when
     one is asked for.  flops: its operations, of shapes, as `torch.utils.flop_counter` asks.
 
-    Kernel and fake may return None for an output. Of an operator that returns a list it is left out; another operator has a
+    Kernel and fake may return None for an output. An operator that returns a list leaves it out; any other returns a
     tensor of shape (0,) there.
     """
     name = schema.split("(", 1)[0]
@@ -155,7 +155,7 @@ def on_another_gpu(t: Tensor | None) -> bool:
 
 
 def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """``t.to(dtype)``, which takes a microsecond to find that there is nothing to do."""
+    """``t.to(dtype)``, which takes a microsecond even if the dtype is right already."""
     return t if t.dtype == dtype else t.to(dtype)
 
 
@@ -177,7 +177,7 @@ def dense(weight: Tensor) -> Tensor:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What autocast computes in on devices of this type; None where it is off, or unknown, as on "meta"."""
+    """Autocast's dtype on devices of this type; None if it is off, or unknown, as on "meta"."""
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)

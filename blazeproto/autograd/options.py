@@ -45,7 +45,7 @@ def _about(check: Check, doc: str, *, in_operators: bool = True) -> dict[str, An
 
 @dataclass(frozen=True)
 class Options:
-    """What a call of the expert MLP asks for; the same for every call of a layer.
+    """The options of a call of the expert MLP, the same for every call of a layer.
 
     keywords: those below.
 

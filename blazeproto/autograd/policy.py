@@ -11,7 +11,7 @@ from blazeproto.runtime.checks import boolean, integer, number, one_of
 
 
 class SavePolicy(StrEnum):
-    """What the expert MLP keeps between forward and backward.
+    """The tensors that the expert MLP keeps between forward and backward.
 
     ============  ========================================  ====================  ==========================
     policy        saved                                     bytes/token (bf16)    backward recomputes
@@ -24,7 +24,7 @@ class SavePolicy(StrEnum):
     and 4 (E + 1) bytes of offsets; weights are the caller's and not counted. "paper" is MoEBlaze's Algorithm 1.
     On the Hopper backend it is there to be measured: that kernel recomputes act from H in registers, which is
     cheaper than reading it, so the act that "paper" saves is never read. It is saved for the down projection's gradient, so
-    where that weight and the factors beside it are frozen, "paper" is "minimal". Where those of the up projection are frozen,
+    if that weight and the factors beside it are frozen, "paper" is "minimal". If the up projection and its factors are frozen,
     only "recompute" saves X.
 
     Low-rank factors of rank r add X A_up^T and act A_down^T, 2rK bytes each, wherever H is saved; "recompute" makes both again

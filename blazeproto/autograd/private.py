@@ -1,6 +1,6 @@
-"""All that goes around torch's public interface, in one place. Where a name is missing, every answer is the safe one.
+"""All that goes around torch's public interface, in one place. If a name is missing, every answer is the safe one.
 
-What it is for: whether anything but an autograd node can see what the node saves, so that dH may be written over H; calling
+It tells whether anything but an autograd node can see what the node saves, so that dH may be written over H; calling
 operators past torch's dispatcher where they are unobserved, which halves the host's time of an eager layer; telling a
 transform of torch.func that it is not supported; derivatives
 inside an operator's kernel; and results that torch.export can save.
@@ -105,7 +105,7 @@ def graph_is_kept() -> bool:
 
 
 def in_backward() -> bool:
-    """Whether a backward runs on this thread: a forward pass there is one of a checkpoint, which runs it again."""
+    """Whether a backward runs on this thread. A forward pass inside it belongs to a checkpoint, which runs it again."""
     return AVAILABLE and _current_graph_task_id() >= 0
 
 

@@ -32,7 +32,7 @@ AddUp = Callable[..., None]
 
 
 class Exchange(Protocol):
-    """All ranks call the same functions in the same order. What ``send`` returns holds until the next ``send``."""
+    """All ranks call the same functions in the same order. The result of ``send`` holds until the next ``send``."""
 
     places: int
     """Tokens that may arrive, of all ranks."""
@@ -57,8 +57,8 @@ class Exchange(Protocol):
     ) -> None:
         """y (R, d), rows in expert order → out (T, d): the sums over a token's ranks of their partial sums, rounded each.
 
-        rows: the arrived pairs' dispatch, of the backend's `rows_of`.  scores: of the arrived pairs.  columns: those of ``out``
-        that y has."""
+        rows: the arrived pairs' dispatch, of the backend's `rows_of`.  scores: of the arrived pairs.  columns: the columns of
+        ``out`` that y has."""
 
 
 EXCHANGES: MutableMapping[str, Exchange] = WeakValueDictionary()
@@ -78,7 +78,7 @@ class PeersNamed(NamedTuple):
 
     @property
     def backend(self) -> str:
-        """What the operators run on."""
+        """The backend that the operators run on."""
         return EXCHANGES[self.exchange].backend
 
 

@@ -31,7 +31,7 @@ MAKES = {
 
 
 def wanted(step: str, call: ExpertsCall, needs: Parameters) -> list[bool]:
-    """What of it is needed."""
+    """The gradients that are needed."""
     inner = {
         "dh": any(needs_of_up(needs)),
         "a_scaled": needs.down_proj or needs.down_a,

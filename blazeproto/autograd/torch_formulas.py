@@ -7,8 +7,8 @@ float64, which that lacks, `_loop_mm` steps in. A CPU without instructions for b
 
 Rows past the last (``expert_token_offsets[E]`` and beyond; sentinels and unused capacity leave them) hold whatever a grouped
 product left there. Nothing grouped reads them; what is gathered by pair is first cleaned by `_zero_past_last`. A pair
-without a row (-1) reads the very last row, which is then such a clean one: where there are as many rows as pairs, some row is
-left over, and where there are fewer (``row_capacity``), one of zeros is appended.
+without a row (-1) reads the very last row, which is then such a clean one: with as many rows as pairs, some row is left over, and
+with fewer (``row_capacity``) a row of zeros is appended.
 """
 
 from functools import cache, cached_property
@@ -30,7 +30,7 @@ CPU_ALIGNMENT = 64
 
 
 def outputs(spec: Specification, rows: Dispatch, dtype: torch.dtype, **call: Any) -> Any:
-    """What a product's formula gives of these arrays and options of a call: values stored in bf16 by the kernels in ``dtype``.
+    """The outputs of a product's formula for these arrays and options; outputs that the kernels store in bf16 have ``dtype``.
 
     Outputs that the call does not need are None; one output is no tuple.
     """
@@ -44,7 +44,7 @@ def outputs(spec: Specification, rows: Dispatch, dtype: torch.dtype, **call: Any
 
 
 class Torch:
-    """The namespace, for the rows of one dispatch.  sums: the dtype of `outer`; None: that of the rows."""
+    """The namespace, for the rows of one dispatch.  sums: the dtype of `outer`; None: the rows' dtype."""
 
     def __init__(self, rows: Dispatch, sums: torch.dtype | None = None) -> None:
         self.rows, self.sums = rows, sums

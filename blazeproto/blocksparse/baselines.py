@@ -95,7 +95,7 @@ class DroppingMoE(PlainMoE):
     The experts are one batched product of (E, C, d), as in GShard (Lepikhin et al. 2021) and Switch Transformer (Fedus et al.
     2022). An expert's first C pairs are computed, the others are dropped: a dropped pair adds nothing and has no gradient. The
     output of a token that loses all its pairs is 0; a residual connection carries it on. First means by token, a token's K
-    choices together: Switch's order, whose K is 1, and that of MegaBlocks' code. GShard's Algorithm 1, and Tutel, take all
+    choices together: Switch's order, whose K is 1, and MegaBlocks' code's. GShard's Algorithm 1, and Tutel, take all
     first choices before any second one (`blazeproto.router.choices.Capacity` has both orders). So whether a pair is dropped does
     not depend on the tokens after it, but for their number T.
 
@@ -108,7 +108,7 @@ class DroppingMoE(PlainMoE):
         capacity_factor: above 0; MegaBlocks §3 measures 1, 1.5 and 2. None: C is the largest load, so that nothing is dropped.
             This is the dynamic capacity factor of Tutel (Hwang et al. 2022), which MegaBlocks §6.1 compares with. The host
             then waits for the device, once a forward pass; with a factor it does not.
-        keywords: those of `blazeproto.MoE`, but for the options of its experts: of these only ``activation`` may differ from what
+        keywords: `blazeproto.MoE`'s, but for the options of its experts: of these only ``activation`` may differ from what
             plain torch has. ``backend``, ``save`` and the like are refused.
 
     A layer of float32 takes x in bf16 or fp16 too; a weight's gradient is then rounded to x's dtype. On a GPU the sum over a
@@ -183,11 +183,11 @@ class SequentialMoE(PlainMoE):
     which MegaBlocks appendix A and Figure 10 compare with.
 
     Nothing is dropped or padded. An expert's products have only its own rows, so that its time grows with E at the same number
-    of operations, and the host waits for the device once an expert, to learn how many rows there are.
+    of operations, and the host waits for the device once an expert, to learn the number of its rows.
 
     Args:
         d_model, d_expert, num_experts, top_k: d, n, E, K.
-        keywords: those that `DroppingMoE` takes.
+        keywords: as for `DroppingMoE`.
 
     Dtypes and the order of sums are `DroppingMoE`'s.
 

@@ -139,7 +139,7 @@ class dMoE(PlainMoE):
     def prepare(self, num_tokens: int) -> None:
         """Compiles and loads what a forward and a backward of ``num_tokens`` tokens launch, the router's too, by running them.
 
-        Where the kernels do not run there is nothing to do.
+        It does nothing if the kernels do not run.
         """
         checks.integer("num_tokens", num_tokens, least=0)
         if not self.runs_on().startswith("hopper"):

@@ -103,7 +103,7 @@ def padded_scatter(
     rows (M, d) bf16, a padding (M rows) and its dispatch, scores (P,) or (T, K) fp32 or None → out (T, d) bf16.
 
     Sums are fp32, rounded once; a pair without a row adds nothing. Without scores it is the backward of `padded_gather`. The
-    kernel is that of `blazeproto.gemm.combine`. Floor: 2 (R + T) d bytes / 4.24 TB/s.
+    kernel is `blazeproto.gemm.combine`'s. Floor: 2 (R + T) d bytes / 4.24 TB/s.
 
     out: (T, d) bf16, to fill.  stream: a raw cudaStream_t; default: the caller's current one. TypeError or ValueError names the
     argument, before anything is launched.

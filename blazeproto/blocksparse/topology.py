@@ -58,7 +58,7 @@ class Topology(Shown):
     def of_blocks(cls, mask: Any) -> Self:
         """The topology of any set of blocks, with NumPy's arrays. MegaBlocks §5.1.3.
 
-        mask (M / 128, N / 128) bool, NumPy's: which blocks there are. TypeError or ValueError for anything else.
+        mask (M / 128, N / 128) bool, NumPy's: True for each block that S keeps. TypeError or ValueError for anything else.
         """
         if not isinstance(mask, np.ndarray) or mask.dtype != bool:
             raise TypeError(f"mask: expected a NumPy array of bool, got {getattr(mask, 'dtype', type(mask).__name__)}")

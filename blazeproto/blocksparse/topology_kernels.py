@@ -5,9 +5,9 @@ block ``first`` on, the sum of r w over the experts before it:
 
     block first + i w + j                   row i, column j of the expert
     entry first + j r + i of the transposed order: the same block
-    tile  i ceil(w / 2) + k                 blocks 2 k and 2 k + 1 of row i; 2 k alone where there is no further one
+    tile  i ceil(w / 2) + k                 blocks 2 k and 2 k + 1 of row i; 2 k alone at the end of an odd row
 
-A thread finds the expert of an entry among the E sums in shared memory. Of H with gate and up, w is 2 n_e / 128.
+A thread finds the expert of an entry among the E sums in shared memory. For H with gate and up, w is 2 n_e / 128.
 
 Floor: bytes, 4 for each entry of a list, 16 of tiles. At T = 32768, E = 64, K = 8, n = 1024: 2.6 MB
 written (with gate and up 3.6 MB), 2.1 MB read.

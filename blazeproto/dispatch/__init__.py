@@ -1,4 +1,4 @@
-"""Which token goes to which expert: the index lists of MoEBlaze §4, and the Numba kernels that build them.
+"""Assigns tokens to experts: the index lists of MoEBlaze §4, and the Numba kernels that build them.
 
     from blazeproto.dispatch import build_dispatch
 

@@ -1,4 +1,4 @@
-"""What `build_dispatch` and `build_dispatch_varying` share with their twins: the checks before anything is computed, the result.
+"""The checks and the result that `build_dispatch` and `build_dispatch_varying` share with their twins.
 
 The twins look at NumPy arrays, the functions at device arrays: that difference is ``look``, `arrays.numpy_view` or `arrays.view`.
 Whatever needs the values of an array is checked with ``validate=True`` alone.

@@ -53,8 +53,8 @@ def build_dispatch(
     topk_experts: (T, K) int32 or int64, contiguous: torch, CuPy, Numba, JAX; of NumPy arrays, and of others in host memory, the
         twin is computed. Ids in a row are distinct; an id outside [0, E) means "not here" and takes no row.
     num_experts: E. It may be smaller than K: of K choices few may be here (expert parallelism).
-    row_capacity: R, the most rows that there are; default: a row for every pair. Where more pairs have an expert, the rows from
-        R on, the last in expert order, are not there: expert_pair_indices has min(R, T·K) entries, expert_token_offsets none
+    row_capacity: R, the largest number of rows; default: a row for every pair. If more pairs have an expert, the rows from
+        R on, the last in expert order, are left out: expert_pair_indices has min(R, T·K) entries, expert_token_offsets none
         above R, token_index_map is -1 for the pairs concerned, and ``overflow`` (1,) int32 counts them. Without a
         capacity overflow is None, and nothing more is launched.
     method: "tiled" (default), "dense" or "sort"; one result, three ways (tiled.py, dense.py, sort.py).
@@ -140,7 +140,7 @@ def prepare_dispatch(
     """Compile and load what a dispatch of this shape launches, ahead of a CUDA-graph capture.
 
     num_tokens, top_k, num_experts: T, K, E.  method: as in `build_dispatch`.
-    row_capacity: whether there is one; any number will do.  dtype: of the ids.  device: a CUDA ordinal.
+    row_capacity: None or any number, for a capacity.  dtype: of the ids.  device: a CUDA ordinal.
     TypeError or ValueError for what cannot be a shape, or for another method or dtype.
     """
     shape = _checked_shape(num_tokens, top_k, num_experts, row_capacity, method)

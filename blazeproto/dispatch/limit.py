@@ -23,7 +23,7 @@ THREADS = 256
 
 
 def limit_rows(threads: int) -> Any:
-    """A thread has one pair, one row and one expert, as far as there are any."""
+    """A thread has at most one pair, one row and one expert."""
 
     def limit_rows(
         all_pairs,
@@ -78,7 +78,7 @@ class Limited(NamedTuple):
         device: int,
         stream: int,
     ) -> None:
-        """The method's run, then the kernel. Of ``lists`` expert_pair_indices has ``capacity`` entries, at most a pair each."""
+        """The method's run, then the kernel. In ``lists``, expert_pair_indices has ``capacity`` entries, at most a pair each."""
         *lists, overflow = lists
         num_pairs = num_tokens * top_k
         all_pairs = part(workspace, 0, num_pairs, "int32")

@@ -14,7 +14,7 @@ TABLE_ROWS = 16  # that a thread of place_pairs has under way, where it sums the
 
 
 class Layout(NamedTuple):
-    """Where things begin in a block's shared memory, in ints. A row is one of expert_pair_indices; a place is one of
+    """The offsets of the parts of a block's shared memory, in ints. A row is one of expert_pair_indices; a place is one of
     the chunk's staged pairs, which lie in the order of the experts.
 
     At 0 lies ``before``: (words, columns) the place of a word's first bit, in 16 bits; at first the scratch of a scan.
@@ -37,7 +37,7 @@ def layout(threads: int, tile_tokens: int, num_experts: int) -> Layout:
 def place_pairs(threads: int, tile_tokens: int, top_k: int, num_experts: int, scanned: bool) -> Any:
     """Both index lists and the offsets, from int32 ids.
 
-    scanned: whether `scan_chunks` has been over the table. If not, there are few chunks, and every block sums the table's
+    scanned: whether `scan_chunks` has been over the table. If not, chunks are few, and every block sums the table's
     columns itself, TABLE_ROWS at a time.
 
     The table says how many of the chunk's pairs chose each expert, so each column's first place is known, and a
@@ -47,7 +47,7 @@ def place_pairs(threads: int, tile_tokens: int, top_k: int, num_experts: int, sc
 
         mark 0 | scan 0, clear 1 | look up 0, mark 1 | scan 1, clear 0 | look up 1, mark 0 | …  | write the chunk's rows
 
-    A thread has ``share`` columns. Where that is even it takes them in twos, a 64-bit read and a 32-bit write each: one
+    A thread has ``share`` columns. An even number is taken in twos, a 64-bit read and a 32-bit write each: one
     by one, the threads of a warp would meet in every other bank.
     """
     words = tile_tokens // 32  # of a column

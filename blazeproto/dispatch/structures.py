@@ -1,4 +1,4 @@
-"""What a dispatch is: the index lists of MoEBlaze §4.1, from which the products find their rows, and their addresses."""
+"""A dispatch: the index lists of MoEBlaze §4.1, from which the products find their rows, and their addresses."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +15,7 @@ SHOWN_EXPERTS = 16  # whose load a repr lists; of more it tells the least, the m
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Dispatch(shown.Shown):
-    """Which pair is in which row, MoEBlaze §4.1, of T tokens (num_tokens), E experts (num_experts) and K experts a token (top_k).
+    """The row of each pair (MoEBlaze §4.1), for T tokens (num_tokens), E experts (num_experts), K experts a token (top_k).
 
     A pair is one (token, slot), numbered token·K + slot; a row is a pair's place in expert order.
     For 5 tokens, 4 experts, K = 2, the tokens' experts being {2,3} {0,1} {0,3} {1,2} {0,3} (the example of §4.1):
@@ -89,7 +89,7 @@ class Dispatch(shown.Shown):
 
 
 class Addresses(NamedTuple):
-    """Where the arrays of a dispatch lie, how much there is, and where to run: all that a launch needs, unchecked."""
+    """The addresses and lengths of a dispatch's arrays, the device and the stream: all that a launch needs, unchecked."""
 
     pair_to_token: tuple[int, int, int]  # gather.cuh: PairToToken: expert_pair_indices, pair_tokens or 0, a division
     expert_token_offsets: int

@@ -3,7 +3,7 @@
 MoEBlaze §4.2 writes a T x E map to memory, counts its columns, and walks the columns to place tokens. Here a block
 owns a chunk of consecutive tokens (about 8192 pairs) and takes it a tile at a time (256 tokens for K = 8). The tile's
 map is E columns of bits in shared memory; a pair's place among its expert's pairs of the chunk is the number of bits
-above its own, after those of the tiles before:
+above its own, after the pairs of the tiles before:
 
                   expert 0  expert 1  expert 2 …                           K = 2
         token 0      1         .         1            before[w][e]: where e's begin, + bits in the words above
@@ -21,7 +21,7 @@ each time.
 
 Floor: 4·T·K bytes of ids read (8 for int64) and 8·T·K written, over 4.24 TB/s. The ids are read twice here (12 -> 16
 bytes a pair), plus the table: 4·E bytes a chunk, chunks being large enough that it stays below 5 % of the lists (see
-`plan`). Where chunks are few, each block of place_pairs reads the whole table, which lies in L2.
+`plan`). If chunks are few, each block of place_pairs reads the whole table, which lies in L2.
 """
 
 # Numba infers types from values: int32() and uint32() keep arithmetic narrow (int32 + int32 is int64 otherwise), and an
@@ -177,10 +177,10 @@ REGISTERS = 65536  # of a multiprocessor
 def plan(num_tokens: int, top_k: int, num_experts: int) -> TiledPlan:
     """Tiles of 2048 to 4095 pairs, chunks of whole tiles and about 8192 pairs.
 
-    A tile's maps and places take 5·E/16 bytes a token: tiles are halved while that passes 46 KB, and while there are too
-    few tokens to give every multiprocessor two. A chunk has as many tiles as leave ``num_chunks`` chunks, but no more than
-    ``chunk_pairs``, which all lie in shared memory; and so many that the table keeps to TABLE_SHARE of the index lists
-    (8·K bytes a token). On an H200 place_pairs took 33 us with four blocks of 256 threads on a multiprocessor and 41 with
+    A tile's maps and places take 5·E/16 bytes a token: tiles are halved while that passes 46 KB, and while too few tokens
+    remain to give every multiprocessor two. A chunk has as many tiles as leave ``num_chunks`` chunks, but at most
+    ``chunk_pairs`` pairs, which all lie in shared memory, and at least enough to keep the table within TABLE_SHARE of the index
+    lists (8·K bytes a token). On an H200 place_pairs took 33 us with four blocks of 256 threads on a multiprocessor and 41 with
     two of 512 (E = 128, K = 8); 62 where only two of 256 fit (512, 10). ValueError if nothing fits a block's shared memory.
     """
     return _plan(num_tokens, top_k, num_experts, SIZES)

@@ -138,7 +138,8 @@ def _starts(counts: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Route:
-    """The way of one batch: its functions are linear, ``send`` and ``add_up`` each other's transpose, and those of scores too.
+    """The way of one batch: its functions are linear, ``send`` and ``add_up`` each other's transpose, and likewise the functions
+    of scores.
 
     A rank's tokens are T, its pairs P, as they are given; rows and pairs that it sends are sorted by rank.
     """
@@ -167,7 +168,7 @@ class Route:
         return total.to(rows.dtype)
 
     def send_scores(self, t: Tensor) -> Tensor:
-        """(T, K) or (P,) → those of the pairs that arrive here."""
+        """(T, K) or (P,) → the scores of the pairs that arrive here."""
         return self.exchange(t.flatten()[self.pairs], self.pairs_out, self.pairs_in)
 
     def return_scores(self, arrived: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The two ends of `Symmetric`: an exchange through the GPUs' memory, and its twin through torch.distributed, for a CPU.
 
-They compute the same: places of rows, ids and scores, and the sums, whose order is that of the ranks.
+They compute the same: places of rows, ids and scores, and the sums, in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NOWHERE = -(1 << 30)  # exchange.cu
 
 
 class SharedChoice(NamedTuple):
-    """What `share` brings: of all ranks' pairs, where they lie until the next call."""
+    """The result of `share`: all ranks' pairs, at addresses that hold until the next call."""
 
     experts: Tensor  # (P T, K) or (P max_pairs,) int32, counted from this rank's first; NOWHERE: of no rank
     scores: Tensor  # the same, float
@@ -125,7 +125,7 @@ class PeerExchange:
 class GatheredExchange:
     """The twin: every rank gathers what all ranks have, by torch.distributed, and takes what `PeerExchange` would have stored.
 
-    For any device and dtype, gloo and NCCL; it moves P times as much. What nobody would have stored is NaN.
+    For any device and dtype, gloo and NCCL; it moves P times as much. Elements that nobody would have stored are NaN.
     """
 
     backend = "torch"

@@ -29,7 +29,7 @@ def expert_parallel(
     its slice of the experts' parameters, rank p from p E / P on, as a DTensor sharded over E. They are new parameters, so an
     optimizer comes afterwards. Router and shared expert stay as they are.
 
-    An expert's gradient is that of the sum of the ranks' losses; it is never reduced over the ranks of ``ep``, for each has
+    An expert gets the gradient of the sum of the ranks' losses; it is never reduced over the ranks of ``ep``, for each has
     other experts. The router's and the shared expert's gradients are of the rank's own tokens: DDP, FSDP or the caller reduces
     them over all ranks.
 

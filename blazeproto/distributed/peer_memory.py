@@ -32,7 +32,7 @@ PROGRESS_BYTES = 16  # meeting.cuh: Progress
 
 @dataclass(frozen=True)
 class MemoryLayout:
-    """Where each section begins in a rank's memory, in bytes, and how long it all is.
+    """The offset of each section in a rank's memory, in bytes, and the total length.
 
     ranks: P.  max_tokens, max_pairs: of a rank.  d_model: d, a multiple of 8.
     """
@@ -130,7 +130,7 @@ class PeerMemory:
         experts_here: int,
         stream: int,
     ) -> tuple[Any, ...]:
-        """Ids and scores to all ranks, and the ranks that each token goes to. Where top_k is 0, the lists of tokens too."""
+        """Ids and scores to all ranks, and the ranks that each token goes to. If top_k is 0, the lists of tokens too."""
         arrays = (experts, scores, pair_tokens, token_offsets, token_ranks)
         sizes = (num_tokens, num_pairs, self.layout.max_tokens, self.pairs_of_rank(top_k), top_k, experts_here)
         places = map(self.layout.at, ("experts", "scores", "pair_tokens", "token_offsets"))

@@ -108,7 +108,7 @@ class Symmetric(OverRanks):
         """x (T, d), scores (T, K) or (P,) float, topk_experts (T, K) or (P,) integer → an `Arrived` with x, and all ranks' pairs.
 
         pair_tokens, token_offsets: (P,) and (T+1,) int32, with pairs by token; None with K a token.
-        ValueError for more tokens or pairs than there is room for, another width, device or dtype: on this rank alone, before
+        ValueError for more tokens or pairs than the memory holds, another width, device or dtype: on this rank alone, before
         anything is sent.
         """
         self._check_tokens(x, topk_experts)
@@ -144,7 +144,7 @@ class Symmetric(OverRanks):
         return made
 
     def take_overflow(self, group: dist.ProcessGroup | None = None) -> int:
-        """The pairs left out on all ranks, and those of ``group``, since it was last asked; waits for the device."""
+        """The pairs left out on all ranks, and on the ranks of ``group``, since it was last asked; waits for the device."""
         found = self._overflow.clone()
         self._overflow.zero_()
         if group is not None:
@@ -186,7 +186,7 @@ def check_overflow(module: nn.Module, group: dist.ProcessGroup | None = None) ->
     """The pairs that row capacities have left out on all ranks, in all layers of ``module``, since it was last asked.
 
     group: the ranks of several dispatchers, where experts are copied, as with a mesh (dp, ep): all of them call this, and their
-    counts are summed. Default: those of each dispatcher.
+    counts are summed. Default: each dispatcher's ranks.
 
     To be called before an optimizer's step. The count is the same on all ranks, so that all raise or none; it waits for the
     device. A forward pass that a checkpoint runs again counts once.

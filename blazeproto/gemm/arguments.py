@@ -67,13 +67,13 @@ class Array:
 
     @property
     def scale(self) -> str:
-        """What shares a scale of it in a call of quantized operands; "" where it is bf16 there too."""
+        """The elements that share one of its scales in a call of quantized operands; "" if it stays bf16."""
         operand = FP8.operand(self.name)
         return operand.scale if operand else ""
 
     @property
     def scales(self) -> str:
-        """What errors, and the views of a call, name its scales."""
+        """The name of its scales in errors and in the views of a call."""
         return f"{self.name}'s scales"
 
     def shape_in(self, call: Mapping[str, Any]) -> str:
@@ -94,7 +94,7 @@ LOW = ("low rows", "low factor")  # what errors call the arrays of a public func
 
 
 class LowRankTerm(NamedTuple):
-    """What a product by rows adds to its reduction: rows (R, r) . factor, of rank r, a multiple of 8.
+    """A term that a product by rows adds to its reduction: rows (R, r) . factor, of rank r, a multiple of 8.
 
     factor: (E, columns, r), or (E, r, columns) where the weights lie MN-major.
     """
@@ -117,8 +117,8 @@ class Arguments:
 
     call: the parameters of the public function, by name.
     A shape is written as in the docstrings, "E h d" for (E, h, d). T, R, P and E are the dispatch's; any other word is a
-    width, which the first array that has it decides; a number is itself. "P" alone is met by any shape of P elements. Where
-    there is an activation, of n and h = G n one decides the other.
+    width, which the first array that has it decides; a number is itself. "P" alone is met by any shape of P elements. With
+    an activation, n decides h = G n and h decides n.
 
     TypeError for a wrong dtype, ValueError for anything else, naming the argument, what was expected and what came.
     """
@@ -217,8 +217,8 @@ class Arguments:
         }
 
     def located(self) -> Addresses:
-        """Where the dispatch's lists lie, which are checked too, and where to launch: on the current GPU and the given stream,
-        by default the current one of the first array."""
+        """The addresses of the dispatch's lists, which are checked too, with the current GPU and the stream to launch on,
+        by default the first array's current one."""
         return addresses(replace(self.dispatch, **self.lists()), *self.place())
 
     def place(self) -> tuple[int, int]:

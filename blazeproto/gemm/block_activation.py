@@ -72,12 +72,12 @@ _BACKWARD = BlockSpecification(
 def block_activate(
     h: Any, topology: Any, *, activation: str = "swiglu", out: Any = None, stream: int | None = None
 ) -> Any:
-    """act = f(gate) g(up), or f(h) without a gate, of the blocks that there are. MegaBlocks §5.1.
+    """act = f(gate) g(up), or f(h) without a gate, for the blocks in use. MegaBlocks §5.1.
 
     h (G B, 128, 128) bf16, G being 2 for a gated activation, else 1, and act's topology of B blocks → act (B, 128, 128) bf16, of
     which those beyond the blocks in use stay as they were.
 
-    h lies as SDD makes it with a topology whose rows have G times the blocks: an expert's columns of gate, then those of up.
+    h lies as SDD makes it with a topology whose rows have G times the blocks: an expert's columns of gate, then of up.
     Computed in fp32. Floor: 2 (G + 1) 128^2 bytes a block in use / 4.24 TB/s.
 
     activation: a name of `blazeproto.activations`.  out: memory for act.  stream: a raw cudaStream_t; default: the caller's
@@ -90,7 +90,7 @@ def block_activate(
 def block_activate_backward(
     h: Any, d_act: Any, topology: Any, *, activation: str = "swiglu", out: Any = None, stream: int | None = None
 ) -> Any:
-    """The gradient of h from that of act, of the blocks that there are. MegaBlocks §5.1.
+    """Computes h's gradient from act's, for the blocks in use. MegaBlocks §5.1.
 
     h (G B, 128, 128), d_act (B, 128, 128), both bf16, and act's topology of B blocks → d_h (G B, 128, 128) bf16, of which those
     beyond the blocks in use stay as they were.

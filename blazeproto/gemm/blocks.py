@@ -12,7 +12,7 @@ a record of int32 arrays (`blazeproto.blocksparse.Topology`), of which nothing i
     tiles             (B, 4)               block, row, column, and the next block's column or -1: what SDD computes at a time
     tile_count        (1,)                 how many there are
 
-B is a capacity: there are row_offsets[-1] blocks, a number that the host need not know. What lies behind is neither read nor
+B is a capacity: there are row_offsets[-1] blocks, a number that the host need not know. Memory behind them is neither read nor
 written.
 """
 
@@ -51,7 +51,7 @@ BLOCK_PARAMS = Params(
 
 
 def values_box(count: int, box: tuple[int, int]) -> Any:
-    """What TMA moves of values (B, 128, 128). box: columns and rows of a block."""
+    """The box that TMA moves of values (B, 128, 128). box: columns and rows of a block."""
     return dense_box((BLOCK, BLOCK, max(count, 1)), (*box, 1))
 
 
@@ -97,7 +97,7 @@ class TwinBlockArguments(BlockArguments, TwinArguments):
 class BlockSpecification(Specification):
     """For a product that takes a topology and no dispatch. Its formula's ``m`` is a `Blocks`.
 
-    Shapes are those of a call that transposes nothing. With ``transpose_s`` the dense matrices have M for N and N for M; one that
+    The shapes hold for a call that transposes nothing. With ``transpose_s`` the dense matrices have M for N and N for M; one that
     is transposed itself lies the other way round.
     """
 

@@ -62,7 +62,7 @@ def combine(
 
     Makes the output from Y with scores, dX from dX̃ without. Floor: (R + T)·d·2 bytes at the memory's speed.
 
-    columns: those of a wider ``out`` that y (R, len(columns)) is summed to; the others are left alone.
+    columns: the columns of a wider ``out`` that y (R, len(columns)) is summed to; the others stay as they were.
 
     stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
     given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
@@ -139,7 +139,7 @@ def column_slices(num_rows: int, d: int, gradient_bytes: int) -> tuple[range, ..
 
 
 def in_slices(d: int, count: int) -> tuple[range, ...]:
-    """d columns in ``count`` slices of whole tiles, as even as that allows; in one a tile where there are fewer tiles."""
+    """d columns in ``count`` slices of whole tiles, as even as that allows; with fewer tiles than slices, one tile a slice."""
     tile = TILES["down_forward"].tile_n
     tiles = -(-d // tile)
     count = min(count, tiles)

@@ -83,7 +83,7 @@ class Kernel(driver.Loadable, Shown):
 
     @property
     def folder(self) -> Path:
-        """Where headers are looked for."""
+        """The folder in which headers are looked for."""
         return self.sources or CUDA_SOURCES
 
     @property
@@ -118,7 +118,7 @@ class Kernel(driver.Loadable, Shown):
     @cached_property
     def key(self) -> str:
         """Name of the cache entry: all that decides the machine code. The CUDA headers count by the compiler's version.
-        Of a kernel that is not `complete` it names nothing: it is another one for each object."""
+        A kernel that is not `complete` has no entry: its key is another one for each object."""
         start = str((self.start_registers, self.threads))
         parts = [CACHE_FORMAT, str(nvrtc.version()), *self.arch.options, *self.options, start, self.source]
         parts += [str(self.sources)] if self.sources else []
@@ -168,7 +168,7 @@ class Kernel(driver.Loadable, Shown):
 
     @cached_property
     def sass(self) -> str:
-        """Machine code as text, by nvdisasm (PyPI: nvidia-cuda-nvdisasm). FileNotFoundError where there is none, RuntimeError
+        """Machine code as text, by nvdisasm (PyPI: nvidia-cuda-nvdisasm). FileNotFoundError without nvdisasm, RuntimeError
         where it refuses the code, as one older than the compiler may."""
         return self.disassemble()
 

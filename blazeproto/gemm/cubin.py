@@ -1,8 +1,8 @@
-"""What a cubin says of a kernel's registers and threads, and how to say something else.
+"""Reads and changes what a cubin says of a kernel's registers and threads.
 
 A kernel can start with fewer registers a thread than its code uses, if it asks for more by ``setmaxnreg`` before it needs
 them. ptxas allows that, but for one thing: it refuses a ``wgmma`` with 128 accumulators wherever threads *start* with 128
-registers or fewer, as those of a block of 512 must. So such a kernel is compiled as if its blocks had 384 threads, which
+registers or fewer, as in a block of 512. So such a kernel is compiled as if its blocks had 384 threads, which
 start with 168, and the two numbers that a launch goes by are written over. They are attributes of the ELF file, records of
 (format, attribute, size, payload):
 

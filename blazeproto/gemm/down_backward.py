@@ -110,8 +110,8 @@ def down_backward_act(
     low: rows (R, r) and factor (E, r, n), with ``transposed`` (E, n, r), both bf16: dA' gets rows factor too, as of LoRA.
     workspace: (score_partials(n), R) fp32; made where it is not given.
 
-    config: tiles; default: those of `tiles.chosen`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that
-    are not given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is
+    config: tiles; default: `tiles.chosen` picks them.  stream: a raw cudaStream_t; default: the caller's current one. Outputs
+    that are not given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is
     launched.
     """
     return SPEC.run(launch, locals(), "activation", "transposed", "config")
@@ -120,7 +120,7 @@ def down_backward_act(
 def score_partials(n: int, config: TileConfig | None = None) -> int:
     """Column tiles of `down_backward_act` for width n, each of which leaves one partial dS a row.
 
-    config: its tiles; default: those of `TILES`. TypeError or ValueError for an n that is no int of 0 or more.
+    config: its tiles; default: from `TILES`. TypeError or ValueError for an n that is no int of 0 or more.
     """
     checks.integer("n", n, least=0)
     checks.instance("config", config, TileConfig, optional=True)

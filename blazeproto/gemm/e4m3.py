@@ -1,10 +1,10 @@
-"""Numbers in e4m3: values that share a scale, a power of two, are divided by it and rounded. What the kernels compute
-(cuda/quantized.cuh), of NumPy arrays or torch tensors (m: numpy or torch).
+"""Numbers in e4m3: values that share a scale, a power of two, are divided by it and rounded. The functions compute the same as
+the kernels (cuda/quantized.cuh), on NumPy arrays or torch tensors (m: numpy or torch).
 
-What shares a scale: a token; 128 columns of a row; 128 x 128 elements of a weight. Its scale is the least power of two, at least
-2^-126, that leaves no magnitude above 448, e4m3's largest. Where one is Inf or NaN the scale is NaN, and so
-is all that shares it. Rounding is to nearest, ties to even; below 2^-6 of a scale e4m3 has steps of 2^-9. So a quantized weight's
-transpose is the transpose, quantized.
+A token shares a scale, or 128 columns of a row, or 128 x 128 elements of a weight. The scale is the least power of two, at least
+2^-126, that leaves no magnitude above 448, e4m3's largest. If one value is Inf or NaN, the scale is NaN, and so
+are all values that share it. Rounding is to nearest, ties to even; below 2^-6 of a scale e4m3 has steps of 2^-9. So a quantized
+weight's transpose is the transpose, quantized.
 """
 
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ class Quantized(NamedTuple):
 
 
 def blocks(width: int) -> int:
-    """How many of BLOCK elements there are, the last of which may be short."""
+    """The number of blocks of BLOCK elements, the last of which may be short."""
     return -(-width // BLOCK)
 
 

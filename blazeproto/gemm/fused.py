@@ -59,11 +59,11 @@ def down_forward_fused(
     """out_f32[token] += S y, the combination inside the product. MoEBlaze §3.1. Not deterministic: fp32 atomics.
 
     act (R, n), down_proj (E, d, n) and bias (E, d) or None, all bf16; scores (P,) or (T, K) fp32; and a dispatch of E experts
-    → out_f32 (T, d) fp32, zeroed by the caller. Of JAX arrays a new one is returned, for they are immutable.
+    → out_f32 (T, d) fp32, zeroed by the caller. JAX arrays are immutable: a new one is returned.
 
     transposed: down_proj is (E, n, d), read as it lies.
 
-    config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. TypeError or
+    config: tiles; default: from `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. TypeError or
     ValueError names the argument, before anything is launched.
     """
     return _DOWN.run(launch, locals(), "transposed", "config")
@@ -83,13 +83,13 @@ def up_backward_act_fused(
 ) -> Any:
     """dx_f32[token] += dh W_up, a token's sum inside the product. MoEBlaze §3.2, step 3. Not deterministic: fp32 atomics.
 
-    dh (R, G n) and up_proj (E, G n, d), both bf16, and a dispatch of E experts → dx_f32 (T, d) fp32, zeroed by the caller. Of JAX
-    arrays a new one is returned, for they are immutable.
+    dh (R, G n) and up_proj (E, G n, d), both bf16, and a dispatch of E experts → dx_f32 (T, d) fp32, zeroed by the caller. JAX
+    arrays are immutable: a new one is returned.
 
     transposed: up_proj is (E, d, G n), read as it lies.
     low: rows (R, r) and factor (E, r, d), with ``transposed`` (E, d, r), both bf16: a row adds rows factor too.
 
-    config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. TypeError or
+    config: tiles; default: from `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. TypeError or
     ValueError names the argument, before anything is launched.
     """
     return _UP.run(launch_dx, locals(), "transposed", "config")

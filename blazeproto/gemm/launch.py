@@ -40,7 +40,7 @@ def persistent_grid(device: int, cluster: int, tiles_at_most: int) -> int:
 
 
 class Box(NamedTuple):
-    """What one TMA instruction moves: ``box`` elements of a tensor of ``shape``, wherever it lies.
+    """The box that one TMA instruction moves: ``box`` elements of a tensor of ``shape``, wherever it lies.
 
     Innermost dimension first, as TMA counts. ``strides`` are in bytes and leave out the innermost, which is contiguous.
     """

@@ -132,7 +132,7 @@ def grouped_mm(
     a tile has whole rows of both (reduction = columns <= ``config.tile_n``); elsewhere the two must not overlap.
     low: rows (R, r) and factor (E, columns, r), with ``transposed`` (E, r, columns), both bf16: out gets rows factor^T too.
 
-    config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
+    config: tiles; default: from `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
     given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
     return _checked_launch(GROUPED_MM, locals(), gather=gather, transposed=transposed)
@@ -157,7 +157,7 @@ def down_forward(
 
     columns: as `grouped_mm`. y may be act itself where d = n is at most a tile's width (``config.tile_n``).
 
-    config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
+    config: tiles; default: from `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
     given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
     return _checked_launch(_DOWN, locals())
@@ -182,7 +182,7 @@ def up_backward_act(
 
     columns: as `grouped_mm`. `combine` sums a token's rows to dX.
 
-    config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
+    config: tiles; default: from `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
     given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
     return _checked_launch(_UP, locals(), name="up_backward_act", transposed=not isinstance(up_proj, Quantized))
@@ -270,7 +270,7 @@ def launch(
     config: TileConfig | None = None,
     name: str = "",
 ) -> None:
-    """`grouped_mm` of arrays that have been checked, or of quantized ones. columns: those of the output to make, default all.
+    """`grouped_mm` of arrays that have been checked, or of quantized ones. columns: of the output, default all.
     low: added to them.  name: of the product, where its weights do not say which it is."""
     if not at.num_rows:
         return

@@ -49,7 +49,7 @@ def _check(result: tuple[Any, ...]) -> Any:
 
 @cache
 def version() -> tuple[int, int]:
-    """(major, minor) of the NVRTC that compiles here. CompileError where there is none, or a cuda-bindings of another version."""
+    """(major, minor) of the NVRTC that compiles here. CompileError without NVRTC, or with a cuda-bindings of another version."""
     from blazeproto.runtime import optional
 
     try:

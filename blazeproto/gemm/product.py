@@ -1,4 +1,4 @@
-"""What every product has in common: a line in the registry, a kernel made of tiles. What it computes: specification.py.
+"""The parts that all products share: a line in the registry, a kernel made of tiles. specification.py states their mathematics.
 
 A product is declared in one .py, beside the .cu in cuda/ that it is compiled from; products that are alike share one (linear.cu:
 four). The .py holds, in this order: what it computes and the paper's line, inputs, outputs and formula, the public function, the
@@ -41,7 +41,7 @@ and lab."""
 
 
 class Variant(NamedTuple):
-    """What a kernel is compiled for beside its tiles. A product reads of it what its kernels have.
+    """The options that a kernel is compiled for, beside its tiles. A product reads those options that its kernels have.
 
     gather: rows are fetched by index.  transposed: weights (E, reduction, columns); a weight gradient: dW_up.
     bias: added.  activation: a name of `blazeproto.activations`.  rank: of low-rank factors, a multiple of 8, or 0.
@@ -70,7 +70,7 @@ class Variant(NamedTuple):
 
 
 class Build(NamedTuple):
-    """What a launch's kernel is compiled with beside its tiles: further macros, and sources other than the package's."""
+    """Compile settings of a launch's kernel beside its tiles: further macros, and sources other than the package's."""
 
     debug: tuple[str, ...] = ()
     sources: Path | None = None
@@ -90,7 +90,7 @@ _alone: ContextVar[Mapping[str, Build] | None] = ContextVar("builds", default=No
 
 
 def build_of(name: str) -> Build:
-    """What a product's kernels are compiled with, for the launch that asks."""
+    """The compile settings of a product's kernels, for the launch that asks."""
     plain = Build(DEBUG) if DEBUG else PACKAGE
     if (alone := _alone.get()) is not None:
         return alone.get(name, plain)
@@ -146,7 +146,7 @@ class Sizes(NamedTuple):
 
     @property
     def letters(self) -> dict[str, int]:
-        """What the letters of an `Array`'s shape are."""
+        """The sizes that the letters of an `Array`'s shape stand for."""
         return {"T": self.T, "R": self.rows, "P": self.rows, "E": self.E, "d": self.d, "n": self.n, "h": self.h}
 
     def __str__(self) -> str:

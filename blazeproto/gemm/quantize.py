@@ -1,4 +1,4 @@
-"""To fp8 (e4m3), and quantized rows transposed (cuda/quantize.cu): the launches. What the kernels compute: e4m3.py."""
+"""To fp8 (e4m3), and quantized rows transposed (cuda/quantize.cu): the launches. e4m3.py computes the same on a CPU."""
 
 from functools import cache
 from pathlib import Path
@@ -30,7 +30,7 @@ def transposing() -> list[Kernel]:
 
 
 class OnStream(NamedTuple):
-    """Where a launch that needs no dispatch goes: a CUDA ordinal, a raw cudaStream_t."""
+    """The place of a launch that needs no dispatch: a CUDA ordinal, a raw cudaStream_t."""
 
     device: int
     stream: int

@@ -55,7 +55,7 @@ class Recipe:
         return ELEMENTS[self.x.element] if self.products else BF16
 
     def operand(self, name: str) -> Operand | None:
-        """What an array of a product is, by its name there; None for one that stays bf16."""
+        """The operand that a product's array is, by its name there; None for an array that stays bf16."""
         found = getattr(self, "weights" if name in ("up_proj", "down_proj") else name, None) if self.products else None
         return found if isinstance(found, Operand) else None
 

@@ -42,7 +42,7 @@ def bias_score_grad(d_out: Any, down_bias: Any, dispatch: Dispatch, *, d_scores:
     """d_scores += ⟨d_out[token], down_bias[expert]⟩: a down bias's share. From MoEBlaze Algorithm 1, line 10, with a bias.
 
     d_out (T, d), down_bias (E, d), both bf16, and a dispatch of E experts → d_scores (P,) or (T, K) fp32, added to in place.
-    Of JAX arrays a new one is returned, for they are immutable.
+    JAX arrays are immutable: a new one is returned.
 
     stream: a raw cudaStream_t; default: the caller's current one. TypeError or ValueError names the argument, before anything
     is launched.

@@ -61,7 +61,7 @@ def kernel_for(
 ) -> Kernel:
     """The kernel of a product, by default with the tiles it runs with.
 
-    name: of a product that has tiles.  config: its tiles; default: those of `TILES`.
+    name: of a product that has tiles.  config: its tiles; default: from `TILES`.
     variant: what the product can be compiled for, of the fields of `blazeproto.gemm.product.Variant`: activation, bias, f32, ...
     low_rank: wgmma in the last stage of low-rank factors.  precision: "bf16", or "fp8" for quantized operands.
     debug: further macros (ptx.cuh).  sources: in place of the package's.
@@ -137,8 +137,8 @@ def prepare(
     device: int | None = None,
     jobs: int | None = None,
 ) -> list[Kernel]:
-    """Compile, and load where there is a GPU, all that the forward and the backward of a layer launch from this package,
-    whatever the number of tokens: a CUDA-graph capture can do neither. A wide layer may sum its rows in slices of
+    """Compile, and with a GPU load, all kernels of this package that a layer's forward and backward launch, whatever the number
+    of tokens: a CUDA-graph capture can do neither. A wide layer may sum its rows in slices of
     columns, each width by a kernel of its own.
 
     d_model, d_expert, num_experts: d, n, E.  top_k: K, None where the number of experts per token varies.

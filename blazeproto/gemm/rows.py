@@ -49,8 +49,8 @@ def rows_plan(
     out1: Box | None = None,
     biased: bool = True,
 ) -> Plan:
-    """where: (rows, experts, device), as `Addresses` has it.  shape: of the weights, (E, m, reduction), or with ``mn_major``
-    (E, reduction, m).  columns: of the output, for each of its ``halves``, 2 where gate and up lie apart.
+    """The plan of a product by rows. where: (rows, experts, device), from `Addresses`.  shape: of the weights, (E, m, reduction),
+    or with ``mn_major`` (E, reduction, m).  columns: output columns of each of its ``halves``, 2 where gate and up lie apart.
     biased: whether a kernel of this kind may add a bias (E, m)."""
     num_rows, num_experts, device = where
     rank, element = variant.rank, variant.element
@@ -143,7 +143,7 @@ def element_of(operand: Any) -> Element:
 
 
 def address(operand: Any) -> int:
-    """Where an operand's numbers lie."""
+    """The address of an operand's numbers."""
     return (operand.values if isinstance(operand, Quantized) else operand).data_ptr()  # type: ignore[no-any-return]
 
 
@@ -153,7 +153,8 @@ def shape_of(operand: Any) -> tuple[int, ...]:
 
 
 def scales(*operands: Any, first: int = 0) -> tuple[int, ...]:
-    """Where the scales of `SCALES`' arrays lie, 0 for one that has none; () where the first, A, has none. first: of B's."""
+    """The addresses of the scales of `SCALES`' arrays, 0 for an array without scales; () if A, the first, has none. first: of
+    B's."""
     if not isinstance(operands[0], Quantized):
         return ()
     found = [each.scales.data_ptr() if isinstance(each, Quantized) else 0 for each in operands]
@@ -161,7 +162,7 @@ def scales(*operands: Any, first: int = 0) -> tuple[int, ...]:
 
 
 def rank_of(low: LowRankTerm | None) -> int:
-    """0 where there is none."""
+    """The rank of the low-rank term; 0 without one."""
     return 0 if low is None else int(low.rows.shape[1])
 
 

@@ -50,8 +50,8 @@ def sdd(
 ) -> Any:
     """values = the topology's blocks of a b. MegaBlocks §5.1: SDD, and with ``transpose_b`` SDD^T; appendix B.
 
-    a (M, k), b (k, N), with ``transpose_b`` (N, k), both bf16, and a topology of (M, N) → values (B, 128, 128) bf16, of which
-    those beyond the blocks that there are stay as they were.
+    a (M, k), b (k, N), with ``transpose_b`` (N, k), both bf16, and a topology of (M, N) → values (B, 128, 128) bf16, where
+    blocks beyond the topology's stay as they were.
 
     config: tiles, of 256 columns, two blocks.  out: (B, 128, 128) bf16, to fill.  stream: a raw cudaStream_t; default: the
     caller's current one. TypeError or ValueError names the argument, before anything is launched.

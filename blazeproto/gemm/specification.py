@@ -1,4 +1,4 @@
-"""What a product computes of which arrays: stated once, and of it are made the check of a call, new outputs and the twin.
+"""A product's mathematics and arrays, stated once. The check of a call, new outputs and the twin are made from it.
 
 The twin of a public function has its signature, and ``round_to`` beside. It takes NumPy arrays of any floating dtype (float64
 makes an oracle, float32 a fair opponent), of any width and any number of experts, and refuses what its function refuses. Nothing
@@ -81,7 +81,7 @@ class Specification:
         return E4M3
 
     def public(self, function: F) -> F:
-        """Decorates the public function of device arrays, so that it takes those of any library, in host memory by the twin."""
+        """Decorates the public function of device arrays: it then takes arrays of any library; in host memory the twin runs."""
         return any_library(self.twin_of(function), {array.name: array.dtype for array in self.outputs})(function)
 
     def shape_in(self, array: Array, call: Mapping[str, Any]) -> str:

@@ -11,9 +11,9 @@ _BYTES = 4  # of a counter
 
 
 class TicketCounters:
-    """Those of one device (a CUDA ordinal): memory is zeroed once, and every launch leaves its counter at zero.
+    """The counters of one device (a CUDA ordinal): memory is zeroed once, and every launch leaves its counter at zero.
 
-    Launches take them in turn, and no queue is as long as there are counters. A launch that is captured into a CUDA graph
+    Launches take them in turn, and no queue is longer than the list of counters. A launch that is captured into a CUDA graph
     has one that eager launches don't take, since the graph may be replayed beside any of them.
     """
 

@@ -1,4 +1,4 @@
-"""Which tiles each product runs with, in one table, and the constants that host and device code share.
+"""The tiles of each product, in one table, and the constants that host and device code share.
 
 Chosen on an H200; docs/kernels.md tells why the winners won. `python -m scripts.bench.products --tune` times them all again.
 """
@@ -34,7 +34,7 @@ class Element:
 
     @property
     def bytes(self) -> int:
-        """What is moved as one."""
+        """The bytes that one copy moves."""
         return self.bits * self.packing // 8
 
 
@@ -143,7 +143,7 @@ FEW, MANY = -8, 20  # octaves of rows: with fewer the table is read as with 2^FE
 def chosen(
     product: str, num_rows: int, num_experts: int, d: int, n: int, element: Element = BF16, arch: Arch = HOPPER
 ) -> TileConfig:
-    """The tiles of up_forward or down_backward_act: those of the nearest measured layer, or what was put into ``arch.tiles``."""
+    """The tiles of up_forward or down_backward_act: the nearest measured layer's, or a user's entry in ``arch.tiles``."""
     if element.scales:
         return QUANTIZED
     config, octaves = arch.tiles[product], log2(max(num_rows, 1) / num_experts)

@@ -1,4 +1,4 @@
-"""Which tiles up_forward and down_backward_act take: the first candidates that are within 1 % of the fastest
+"""The tiles of up_forward and down_backward_act: the first candidates that are within 1 % of the fastest
 in a layer near to theirs, on an H200.
 
 Written by `python -m scripts.bench.tuning` from results/h200/tune.json, which `python -m scripts.bench.products --tune` makes.

@@ -86,8 +86,8 @@ def up_forward(
     transposed: up_proj is (E, d, G n), read as it lies.
     low: rows (R, r) and factor (E, G n, r), with ``transposed`` (E, r, G n), both bf16: h gets rows factor^T too, as of LoRA.
 
-    config: tiles; default: those of `tiles.chosen`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that
-    are not given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is
+    config: tiles; default: `tiles.chosen` picks them.  stream: a raw cudaStream_t; default: the caller's current one. Outputs
+    that are not given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is
     launched.
     """
     return SPEC.run(launch, locals(), "activation", "transposed", "config")

@@ -137,7 +137,7 @@ def down_backward_weight(
     workspace: (weight_workspace(),) fp32; made where it is not given. Reductions over very many rows are cut and their partials
     summed, in order.
 
-    config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
+    config: tiles; default: from `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
     given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
     return _checked_launch(DOWN, _DOWN, locals(), ("d_out", "a_scaled"))
@@ -164,7 +164,7 @@ def up_backward_weight(
     gather: False where x's rows are in expert order already, (R, d).  accumulate: add to an fp32 ``dw``.
     workspace: (weight_workspace(),) fp32, as of `down_backward_weight`.
 
-    config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
+    config: tiles; default: from `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
     given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
     return _checked_launch(UP, _UP, locals(), ("x", "dh"))
@@ -191,7 +191,7 @@ def weight_workspace(product: str, dw: Any, dispatch: Dispatch, config: TileConf
     """fp32 elements of the workspace of a weight gradient: by shapes and device alone; may be 0, and is in host memory.
 
     product: "down_backward_weight" or "up_backward_weight".  dw: (E, d, n) or (E, G n, d), bf16 or fp32.
-    dispatch: that it will be called with.  config: tiles; default: those of `TILES`. ValueError for another product, TypeError
+    dispatch: that it will be called with.  config: tiles; default: from `TILES`. ValueError for another product, TypeError
     or ValueError for a dw that is no array.
     """
     checks.one_of("product", product, (DOWN, UP))
@@ -218,7 +218,7 @@ def kernel(config: TileConfig | None = None, variant: Variant = GATHERED, build:
 
 @cache
 def sum_kernel(tile_n: int, sources: Path | None = None) -> Kernel:
-    """What sums the partials that a weight gradient with tiles of that width may leave."""
+    """The kernel that sums the partials of a weight gradient with tiles of that width."""
     macros = {"BM": BM, "BN": tile_n, "SLICES": SUM_BLOCKS, "THREADS": SUM_THREADS, "WARPGROUP": WARPGROUP}
     return Kernel("weight_sum.cu", "weight_sum", macros, sources=sources)
 

@@ -6,13 +6,13 @@
     model = get_peft_model(model, LoraConfig(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]))
 
 peft wraps an experts module once for each weight that has adapters, one wrapper inside the other, and for every call puts W + BA
-in the weight's place; backward makes a gradient of that size. Where the experts implementation is "blazeproto", a wrapper hands
+in the weight's place; backward makes a gradient of that size. If the experts implementation is "blazeproto", a wrapper hands
 its active adapters' factors inwards instead, and the experts module computes `moe_mlp` with them:
 
     ParamWrapper(down_proj) ── B A of down ──> ParamWrapper(gate_up_proj) ── and of gate_up ──> experts
 
-Adapters are peft's in every other respect: their names and shapes, saving, loading, merging. What takes another code path
-stays with peft (`explain` tells); what neither computes right is refused by name (`REFUSED`).
+Adapters are peft's in every other respect: their names and shapes, saving, loading, merging. Modules on another code path
+stay with peft (`explain` tells); options that neither computes right are refused by name (`REFUSED`).
 """
 
 from collections.abc import Callable
@@ -68,7 +68,7 @@ def _why_peft(wrapper: Any) -> str | None:
 
 
 def explain(model: nn.Module) -> dict[str, str]:
-    """Which code path each wrapped module of a model takes, by its name: "factors", or "peft: ..." with the reason.
+    """The code path of each wrapped module of a model, by its name: "factors", or "peft: ..." with the reason.
 
     peft, ``tuners/lora/layer.py``, has the wrapper.
 

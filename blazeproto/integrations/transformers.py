@@ -5,7 +5,7 @@
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="blazeproto")
 
 transformers calls what is registered in place of the forward of every experts module that has its decorator
-``use_experts_implementation``. What the module has says which of two code paths it takes (`explain` tells):
+``use_experts_implementation``. The module's activation, hooks and norms decide between two code paths (`explain` tells which):
 
     in place       an activation of `blazeproto.activations`: `moe_mlp` on the module's own weights, gate_up_proj (E, 2n, d), or
                    up_proj (E, n, d) without a gate, and down_proj (E, d, n); all of them transposed, or gate and up alternating,
@@ -13,7 +13,7 @@ transformers calls what is registered in place of the forward of every experts m
     grouped_mm     another activation, one that a hook listens to, or a norm after each expert: transformers' own ``grouped_mm``
                    implementation
 
-What neither can take is refused by name, with the reason, before the module computes anything: `REFUSED`.
+Modules that neither path can take are refused by name, with the reason, before anything is computed: `REFUSED`.
 
 `expert_parallel` leaves each rank E / P of the experts that run in place, and sends tokens to them: each rank has its own batch.
 """
@@ -148,12 +148,12 @@ def _why_grouped_mm(experts: nn.Module) -> str | None:
 
 
 def explain(model: nn.Module) -> dict[str, str]:
-    """Which code path each experts module of a model takes, by its name.
+    """The code path of each experts module of a model, by its name.
 
     "in place (...)" with the backend, and the dispatcher of several ranks, in parentheses, "grouped_mm: ..." or "refused: ...",
     as this file's docstring tells them; with the reason. "fp8": the precision, where `register` was given it. "batch-invariant":
     a token's output and dx are the same bits in any batch (docs/batch_invariance.md).
-    Where another implementation than "blazeproto" is set, its name, and what "blazeproto" would do. Hugging Face transformers,
+    If another implementation than "blazeproto" is set, its name, and what "blazeproto" would do. Hugging Face transformers,
     ``integrations/moe.py``, has the layouts.
 
     Args:
@@ -260,8 +260,8 @@ def expert_parallel(
 
     All ranks have loaded the same model, with ``experts_implementation="blazeproto"``; each then runs it on a batch of its own,
     of any size, all as often and in the same order. The experts' parameters become DTensors sharded over E, so an optimizer comes
-    afterwards; all others stay, and their gradients are of the rank's own batch: the caller, or DDP, reduces them. An expert's
-    gradient is that of the sum of the ranks' losses, complete after backward. ``docs/distributed.md`` says what else holds.
+    afterwards; all others stay, and their gradients are of the rank's own batch: the caller, or DDP, reduces them. An expert
+    gets the gradient of the sum of the ranks' losses, complete after backward. ``docs/distributed.md`` says what else holds.
 
     Args:
         model: a transformers model, or an experts module, on its device; changed, and returned.

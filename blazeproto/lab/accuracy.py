@@ -151,7 +151,7 @@ def _errors(out: Tensor, yardstick: Tensor, exact: Tensor) -> Tensor:
 
 
 def worst_mismatches(out: Tensor, exact: Tensor, count: int = 5) -> list[str]:
-    """Where ``out`` is farthest from ``exact``, NaN first: lines of (row, column), got, want."""
+    """The elements of ``out`` that are farthest from ``exact``, NaN first: lines of (row, column), got, want."""
     if out.numel() == 0:
         return []
     out, exact = (t.reshape(-1, t.shape[-1]) if t.dim() > 1 else t[None] for t in (out.double(), exact.double()))
@@ -170,7 +170,7 @@ class Reference(NamedTuple):
 
 
 def reference(product: str, case: Case, given: Mapping[str, Tensor]) -> dict[str, Reference]:
-    """What each output of a product should be, and how near; rows in use only. Inputs are the case's and those ``given``."""
+    """The expected value of each output of a product, and its bound; rows in use only. Inputs: the case's, and ``given``."""
     call, m = CALLS[product], Bounds(case)
     used = {name: case.in_use(name, value) for name, value in given.items()}
     formula = call.entry.spec.formula
@@ -203,7 +203,7 @@ class Near:
 
 
 def e4m3_error(most: Tensor) -> Tensor:
-    """What quantizing rows costs numbers of such magnitudes at the most; 128 columns share a scale."""
+    """The largest error of quantizing rows of such magnitudes; 128 columns share a scale."""
     return E4M3_ROUNDING * most + E4M3_STEP * largest_of(most, 128) / E4M3_LARGEST * 2
 
 

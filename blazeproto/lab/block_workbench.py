@@ -11,7 +11,7 @@ A map says where in the sparse matrix S (M, N) a wrong element belongs:
     DSD, DSD^T, DDS^T, DD^TS^T   S times a matrix         its row of blocks
     DS^TD, DS^TD^T, DDS, DD^TS   S^T times a matrix       its column of blocks
 
-What DDS gives lies transposed: there tiles of columns are the rows or columns of blocks.
+DDS gives a transposed result: there tiles of columns are the rows or columns of blocks.
 """
 
 from functools import cached_property
@@ -43,18 +43,18 @@ STRIP = BLOCK // 2  # rows of a consumer
 class BlockWorkbench(Workbench):
     """One block-sparse product at one topology, its inputs, and what it should give. MegaBlocks §5.1.
 
-    It has all that `Workbench` has, but for `counters`: on a Hopper GPU where there is one, else on the machine.
+    It has all of `Workbench` but `counters`. It runs on a Hopper GPU, or without one on the machine (ptxsim).
 
     product: as MegaBlocks names it: SDD, SDD^T, DSD, DSD^T, DS^TD, DS^TD^T, DDS, DD^TS, DDS^T or DD^TS^T.
-    mask (M / 128, N / 128) bool, NumPy's: which blocks S has, one at least; default: four experts of unequal width and load.
+    mask (M / 128, N / 128) bool, NumPy's: the blocks that S has, one at least; default: four experts of unequal width and load.
     k: columns of SDD's left matrix, which are summed over.  m: columns of the dense matrix of the others. Multiples of 8.
     seed: of the inputs, which are bf16 at unit scale, what they are multiplied with at 1/√fan-in.
-    config: the tiles; default: those that the product takes.  device: "cpu" for the machine where there is a Hopper GPU too.
+    config: the tiles; default: those that the product takes.  device: "cpu" for the machine even with a Hopper GPU.
 
-    A bound of an element is that of sums of products (`lab.accuracy`), with as many terms as its row of blocks has, and of one
+    An element's bound (`lab.accuracy`) allows for a sum of products, with as many terms as its row of blocks has, and for one
     rounding. ``use`` takes the edited kernel for every call of the function: sdd, dsd or dds.
 
-    ValueError or TypeError for what no product takes.
+    ValueError or TypeError for arguments that no product takes.
     """
 
     def __init__(

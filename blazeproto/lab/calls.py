@@ -1,7 +1,7 @@
 """Each product of the registry called as a layer calls it, into memory that it is given: its inputs, outputs and kernels.
 
-What a product reads and writes, its specification says. Here is only what a layer calls these arrays where the product calls
-them otherwise, and which products it calls twice.
+A product's specification states its reads and writes. This file adds a layer's names for these arrays, where they differ from the
+product's, and the products that a layer calls twice.
 """
 
 import inspect
@@ -67,7 +67,7 @@ class Case:
 
     @property
     def letters(self) -> dict[str, int]:
-        """What the letters of a shape are."""
+        """The sizes that the letters of a shape stand for."""
         return self.sizes.letters | {"R": self.dispatch.num_rows, "P": len(self.scores), "r": self.rank}
 
     @property
@@ -183,7 +183,7 @@ class Call:
         return {name: known[name] for name in inspect.signature(function).parameters if name in known}
 
     def outputs(self, case: Case, given: Mapping[str, Tensor], config: TileConfig | None = None) -> dict[str, Output]:
-        """By the layer's names, and "workspace" where there is one, on a GPU.  given: row arrays of all R rows."""
+        """By the layer's names, and "workspace" if the product takes one, on a GPU.  given: row arrays of all R rows."""
         spec, letters, options = self.entry.spec, case.letters, case.options | dict(self.options)
         taken = self.takes(self.entry.run, case, given)
         for array in self.inputs.values():
@@ -308,7 +308,7 @@ def sums_of(arrays: Mapping[str, Tensor | None]) -> dict[str, int]:
 
 
 def told_stray(name: str, counts: list[int]) -> list[str]:
-    """What an output's guards say. counts: of elements of 16 bits, before it, after it, and in rows that no pair has."""
+    """The report of an output's guards. counts: of elements of 16 bits, before it, after it, and in rows that no pair has."""
     places = ("before its first element", "past its last element", "to rows that no pair has")
     return [f"{name}: wrote {2 * count} bytes {place}" for count, place in zip(counts, places, strict=True) if count]
 

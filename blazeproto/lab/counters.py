@@ -1,4 +1,4 @@
-"""What the GPU's counters say of one launch: tensor pipe, L2, DRAM, and what warps waited for. By Nsight Compute (ncu).
+"""The GPU's hardware counters of one launch: tensor pipe, L2, DRAM, and warps' reasons to wait. By Nsight Compute (ncu).
 
 >>> from blazeproto.lab.counters import counters
 >>> counters("up_forward", T=40960, d=768, n=256, E=128, K=8)
@@ -58,7 +58,7 @@ class CountersRefused(PermissionError):
 
 @dataclass(frozen=True, repr=False)
 class HardwareCounters:
-    """What ncu counts of one launch. Shares are between 0 and 1; NaN for what this GPU or this ncu does not count.
+    """The counters of one launch. Shares are between 0 and 1; NaN if this GPU or this ncu does not count them.
 
     tensor_pipe: of the cycles, those in which the tensor cores multiply.  l2_hit_rate: of L2's sectors.  l2_bytes: through L2.
     dram_read, dram_written: bytes.  dram_busy: of DRAM's peak.  stalls: the five reasons that warps waited for most, in cycles a
@@ -103,13 +103,13 @@ def counters(
     config: TileConfig | None = None,
     sources: Path | None = None,
 ) -> HardwareCounters:
-    """Those of one warm launch of a product that is made of tiles, with random inputs (`lab.oracle.make_case`).
+    """Counts one warm launch of a product that is made of tiles, with random inputs (`lab.oracle.make_case`).
 
     T tokens, d model width, n expert width, E experts, K experts a token.  precision: ``"bf16"`` or ``"fp8"``.
-    config: its tiles; default: those the package picks.
+    config: its tiles; default: the package's choice.
     sources: a folder of CUDA sources instead of the package's.
 
-    FileNotFoundError where there is no ncu, CountersRefused where the driver forbids, RuntimeError where the program fails;
+    FileNotFoundError without ncu, CountersRefused if the driver forbids it, RuntimeError if the program fails;
     each says what to do.
     """
     checks.one_of("product", product, tuple(name for name, entry in PRODUCTS.items() if entry.kernel))
@@ -145,7 +145,7 @@ def counters(
 
 
 def find_ncu() -> str:
-    """Path of ncu: on PATH, or the newest in Nsight Compute's folder or a CUDA toolkit. FileNotFoundError if there is none."""
+    """Path of ncu: on PATH, or the newest in Nsight Compute's folder or a CUDA toolkit. FileNotFoundError if neither has it."""
     if found := shutil.which("ncu"):
         return found
     own, toolkits = ROOTS
@@ -178,7 +178,7 @@ def choose_metrics(known: set[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def parse(output: str, chosen: Mapping[str, str], kernel: str) -> HardwareCounters:
-    """What ``ncu --csv --print-units base`` printed of one launch; other lines are left out.
+    """Reads the output of ``ncu --csv --print-units base`` for one launch; other lines are left out.
 
     chosen: the metric of each field.  RuntimeError where no launch was profiled.
     """

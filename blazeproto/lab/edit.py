@@ -92,7 +92,7 @@ class EditedSources:
         return made
 
     def diff(self) -> str:
-        """What is changed, as a unified diff against the package's sources; empty where nothing is."""
+        """The changes, as a unified diff against the package's sources; empty without changes."""
         before, after = _files_in(CUDA_SOURCES), _files_in(self.folder)
         lines: list[str] = []
         for name in sorted(before.keys() | after.keys()):
@@ -126,7 +126,7 @@ class EditedSources:
 
 
 def line_of(path: Path, number: int) -> str:
-    """A line of a file, from 1, without its indentation; empty where there is none."""
+    """A line of a file, from 1, without its indentation; empty if the file has no such line."""
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
     return lines[number - 1].strip() if 0 < number <= len(lines) else ""
 

@@ -103,21 +103,21 @@ class Explanation(Drawn):
 
 @torch.no_grad()
 def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: bool = True) -> Explanation:
-    """What one forward and backward of ``layer`` on ``x`` does, step by step.
+    """Explains one forward and backward of ``layer`` on ``x``, step by step.
 
     layer: a `MoE`.  x: (..., d) floating point, as the layer takes it, on its device.
     token_ids: (...) integers, for hash routing alone.  measure: whether steps are timed where they can be.
 
     Each step has the arrays that it reads and writes, with their shapes; the bytes and operations; its floor on an H200
     (`blazeproto.cost`); what it keeps for backward. Backward makes the gradients of what requires one: of x, too, only if it
-    does. The steps are those of the Hopper kernels, whatever the backend, and K, where it varies, is that of this x's routing:
+    does. The steps are the Hopper kernels', whatever the backend, and K, if it varies, is taken from this x's routing:
     the router runs once, and then its load is waited for. On a Hopper GPU whose kernels
     the layer takes, each step is also timed: alone, ten times, by CUDA events, with an L2 cache that holds none of its
     inputs, unless ``measure`` is False; with precision="fp8" none is. That takes memory for all arrays of the layer at once.
     The layer is left as it was.
 
-    TypeError or ValueError for another layer or x, and for weights and options that forward refuses; those of
-    `blazeproto.blocksparse` are other layers; ValueError for one on "meta" where K varies. RuntimeError for a layer with a
+    TypeError or ValueError for another layer or x, and for weights and options that forward refuses; the layers of
+    `blazeproto.blocksparse` are refused too; ValueError for one on "meta" where K varies. RuntimeError for a layer with a
     dispatcher.
     """
     if not isinstance(layer, MoE) or isinstance(layer, PlainMoE):  # which has other steps
@@ -246,10 +246,10 @@ def _call_of(layer: MoE, tokens: Tensor, routing: Any, dtype: torch.dtype, wante
 
 
 def measured(layer: MoE, x: Tensor, routing: Any, of: LayerCall) -> dict[tuple[str, str], float]:
-    """Milliseconds of a layer's steps by (phase, name), those of `steps_of` that are kernels of this package or a sum.
+    """Milliseconds of a layer's steps by (phase, name): the steps of `steps_of` that are kernels of this package or a sum.
 
-    x (T, d) in bf16, routing of it by the layer's router.  of: what `steps_of` makes the steps of. What is missing: steps of
-    other routers, of choices and of the shared expert.
+    x (T, d) in bf16, routing of it by the layer's router.  of: the argument of `steps_of`. Steps of
+    other routers, of choices and of the shared expert are not timed.
     """
     with torch.cuda.device(x.device), torch.autocast("cuda", enabled=False):
         calls = _experts(layer, x, routing, of) | _router(layer, x, routing, of)

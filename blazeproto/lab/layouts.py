@@ -1,4 +1,4 @@
-"""Where things lie: the operands in a stage of shared memory, and the accumulators in registers.
+"""Layouts: of the operands in a stage of shared memory, and of the accumulators in registers.
 
 >>> from blazeproto.lab import fragment, swizzle
 >>> swizzle("up_forward", "a").offset(row=3, chunk=0)        # 3 * 128 + 3 * 16 bytes into the stage
@@ -105,12 +105,12 @@ class StageLayout(Grid):
         return self.length // PANEL if self.mn_major else 1
 
     def offset(self, row: int, chunk: int, panel: int = 0) -> int:
-        """Where a chunk of 8 elements lies, in bytes from where the operand begins. ValueError for one that is not there."""
+        """The offset of a chunk of 8 elements, in bytes from the operand's begin. ValueError for a chunk outside the operand."""
         _within(row=(row, self.rows), chunk=(chunk, CHUNKS), panel=(panel, self.panels))
         return (panel * self.rows + row) * ROW_BYTES + (chunk ^ row % PATTERN) * CHUNK_BYTES
 
     def element(self, index: int, k: int) -> int:
-        """Where element (index, k) lies, in bytes from where the operand begins. index: the tile's row (a) or column (b)."""
+        """The offset of element (index, k), in bytes from the operand's begin. index: the tile's row (a) or column (b)."""
         row, along = (k, index) if self.mn_major else (index, k)
         panel, within = divmod(along, PANEL)
         return self.offset(row, within // CHUNK, panel) + within % CHUNK * BF16.bytes
@@ -120,7 +120,8 @@ class StageLayout(Grid):
         return self.length * self.k * BF16.bytes
 
     def holding(self, data: np.ndarray, written: np.ndarray) -> StageContents:
-        """What lies there. data: the operand's bytes, uint8 (bytes,).  written: which of them somebody wrote, bool (bytes,).
+        """The contents with this layout. data: the operand's bytes, uint8 (bytes,).  written: True for each byte written,
+        (bytes,).
 
         ValueError for another number of bytes.
         """
@@ -147,7 +148,7 @@ class StageLayout(Grid):
 
 @dataclass(frozen=True, repr=False)
 class StageContents(Grid):
-    """What an operand's part of a stage holds, bf16. data: its bytes, as they lie.  written: which of them somebody wrote."""
+    """The contents of an operand's part of a stage, bf16. data: its bytes, as they lie.  written: True for each byte written."""
 
     width = 14
     layout: StageLayout
@@ -186,7 +187,7 @@ def swizzle(product: str = "up_forward", operand: str = "a", *, config: TileConf
     """The layout of an operand in a stage of a product's ring.
 
     product: a name of `gemm.PRODUCTS` that is made of tiles.  operand: "a", the tile's rows, or "b", its columns.
-    config: its tiles; default: those of the table. ValueError for what there is not.
+    config: its tiles; default: from the table. ValueError for an unknown product or operand.
     """
     checks.one_of("operand", operand, ("a", "b"))
     kernel = kernel_for(product, config)
@@ -198,7 +199,8 @@ def swizzle(product: str = "up_forward", operand: str = "a", *, config: TileConf
 
 @dataclass(frozen=True, repr=False)
 class Fragment(Grid):
-    """Who holds which accumulator of a strip, 64 rows by ``columns``, after ``wgmma.m64nNk16``: one warpgroup, columns / 2 fp32
+    """Maps each accumulator to the thread that holds it, for a strip of 64 rows by ``columns``, after ``wgmma.m64nNk16``:
+    one warpgroup, columns / 2 fp32
     registers a thread. Rows and columns are the strip's. Shown are the first warp's 16 rows by 8 columns, a colour for each group
     of four lanes.
     """
@@ -238,10 +240,10 @@ class Fragment(Grid):
 
 
 def fragment(product: str = "up_forward", *, config: TileConfig | None = None) -> Fragment:
-    """Which thread of a consumer warpgroup has which accumulator in which register.
+    """Maps accumulators to threads and registers of a consumer warpgroup.
 
-    product: a name of `gemm.PRODUCTS` that is made of tiles.  config: its tiles; default: those of the table. ValueError for what
-    there is not.
+    product: a name of `gemm.PRODUCTS` that is made of tiles.  config: its tiles; default: from the table. ValueError for an
+    unknown product.
     """
     return Fragment(product, int(kernel_for(product, config).defines["BN"]))
 

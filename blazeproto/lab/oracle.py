@@ -1,4 +1,4 @@
-"""What the products are compared with: their own formulas, evaluated twice in torch.
+"""The reference that products are compared with: their own formulas, evaluated twice in torch.
 
 `EXACT` evaluates them in float64. `YARDSTICK` multiplies bf16 matrices with fp32 accumulation and rounds to bf16 where
 the kernels do (H, act, Y, dH, S·act, dX̃): its distance from EXACT is what rounding costs anyone, and kernels may err
@@ -96,7 +96,7 @@ def make_case(
 
 
 def route(sizes: Sizes, routing: str, sentinels: float, generator: torch.Generator) -> Tensor:
-    """(T, K) distinct expert ids; a share of them replaced by ids outside [0, E). Where K > E they are of K + E experts, of
+    """(T, K) distinct expert ids; a share of them replaced by ids outside [0, E). If K > E they are ids of K + E experts, of
     which the first E are here."""
     device = generator.device
     num_experts = sizes.E + (sizes.K if sizes.K > sizes.E else 0)
@@ -328,8 +328,8 @@ class BlockCase:
 
 
 def make_block_case(mask: np.ndarray, k: int, m: int, *, device: str = "cuda", seed: int = 0) -> BlockCase:
-    """mask (M / 128, N / 128) bool: which blocks there are.  k, m: multiples of 8. Random data at unit scale, w and what is
-    summed over N or M at 1/√fan-in."""
+    """mask (M / 128, N / 128) bool: the blocks in use.  k, m: multiples of 8. Random data at unit scale, w and the factors of
+    sums over N or M at 1/√fan-in."""
     topology = _moved(Topology.of_blocks(mask), torch.device(device))
     generator, (M, N) = torch.Generator(device).manual_seed(seed), topology.shape
 

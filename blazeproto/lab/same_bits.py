@@ -1,4 +1,4 @@
-"""Other ways of calling the kernels, which must give the same results to the bit. What differs is named, in lines to report."""
+"""Other ways of calling the kernels, which must give bitwise identical results. Differences are named, in lines to report."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -6,8 +6,9 @@
 >>> rich.print(machine_code(bench.kernel, "wgmma.cuh"))
 
 Kernels are compiled with ``-lineinfo``, which adds a table of lines to a cubin and changes no instruction; nvdisasm reads it.
-Instructions stand as they lie in memory: the compiler mixes those of several lines, so a line comes again and again. What it
-moves or merges may have a neighbour's line: of the eight HGMMA of ``up_forward`` one is put down to the loop around it.
+Instructions stand as they lie in memory: the compiler mixes instructions of several lines, so a line appears more than once. An
+instruction that it moves or merges may have a neighbour's line: of the eight HGMMA of ``up_forward`` one is put down to the loop
+around it.
 """
 
 import re
@@ -82,7 +83,7 @@ class Instruction:
 
     @property
     def kind(self) -> str:
-        """Which of the legend's: "wgmma", "shared memory", …"""
+        """The instruction's kind in the legend: "wgmma", "shared memory", …"""
         match = _FIRST_WORD.match(self.text)
         return _KIND_OF.get(match[1], _OTHER) if match else _OTHER
 
@@ -120,7 +121,7 @@ class InlinedCode:
 
 @dataclass(frozen=True, repr=False)
 class MachineCode(Drawn):
-    """The machine code of a kernel. Rich and Jupyter show it in colours.  total: instructions there are, shown or not."""
+    """The machine code of a kernel. Rich and Jupyter show it in colours.  total: the number of instructions, shown or not."""
 
     width = HTML_WIDTH
     entry: str
@@ -134,7 +135,7 @@ class MachineCode(Drawn):
 
     @property
     def kinds(self) -> dict[str, int]:
-        """How many instructions there are of each kind of the legend."""
+        """The number of instructions of each kind of the legend."""
         counts = Counter(instruction.kind for instruction in self.instructions)
         return {kind: counts[kind] for kind in _KINDS}
 

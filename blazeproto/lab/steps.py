@@ -1,7 +1,7 @@
 """The steps of one forward and backward of a layer: what each reads, writes, computes and keeps, by shapes alone.
 
 Steps, in the order in which they run, with the bytes that each must move at the least, as `blazeproto.cost` counts them: every
-input once, every output once, index lists in the products not at all. Where the layer runs in chunks (``workspace_bytes``)
+input once, every output once, index lists in the products not at all. In chunks (``workspace_bytes``)
 weights are read once a chunk, which is not counted. The products' steps are made of their specifications.
 """
 
@@ -92,13 +92,13 @@ MADE_FOR = {
 
 @dataclass(frozen=True)
 class LayerCall:
-    """What the steps of one call of a layer depend on.
+    """The facts about one call of a layer on which its steps depend.
 
     sizes: K is 0 where it varies.  rows: pairs that are computed.  pairs, places: P and R, the lengths of the lists by pair and
     by row.  num_chunks: 1 for a whole batch.
     itemsize, weight_itemsize, router_itemsize, logit_itemsize: bytes of an element of x as the experts see it, of their weights,
     of the router's weight, of logits and scores.
-    save, bias, shared: the call's save policy, whether there are biases, the shared expert's width or 0.
+    save, bias, shared: the call's save policy, whether the layer has biases, the shared expert's width or 0.
     fused, fused_backward: whether `down_forward_fused` and `up_backward_act_fused` sum a token's rows, and not `combine`.
     router: "top-k", "choice" (hashing, token rounding, ...) or "other" (a module of the user's).
     losses: whether an auxiliary loss has a coefficient.
@@ -133,7 +133,7 @@ class LayerCall:
 
     @property
     def by_pair(self) -> tuple[int, ...]:
-        """The shape of what there is of each pair."""
+        """The shape of a list with an entry for each pair."""
         T, K = self.sizes.T, self.sizes.K
         return (T, K) if K and self.pairs == T * K else (self.pairs,)
 
@@ -162,7 +162,7 @@ class LayerCall:
 
 
 def steps_of(layer: LayerCall) -> list[Step]:
-    """All steps of a forward and a backward. What a kernel makes along with what is wanted, it writes too."""
+    """All steps of a forward and a backward. A kernel that makes more than is needed writes all of it."""
     return [*_forward(layer), *_backward(layer)]
 
 

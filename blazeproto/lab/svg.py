@@ -16,7 +16,7 @@ INCH = 72  # units of an SVG that matplotlib writes
 
 
 class Picture:
-    """What a notebook shows as a drawing and a terminal as text."""
+    """A picture: a drawing in a notebook, text in a terminal."""
 
     def figure(self) -> Figure:
         """The drawing, which belongs to no window."""

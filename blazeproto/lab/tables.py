@@ -26,7 +26,7 @@ HTML = '<pre style="white-space:pre;overflow:auto;max-height:48em;line-height:no
 
 
 class Drawn:
-    """What rich draws, in other places than its terminals too. width: in columns, of text and HTML."""
+    """An object that rich draws, also outside of its terminals. width: in columns, of text and HTML."""
 
     width = TEXT_WIDTH
 

@@ -7,7 +7,7 @@ machine.reports[-1]                                                # races, step
 `Attended` says how long runs take, how far they are and what they found. It writes to stderr: a line beforehand, and where that
 is a terminal a bar. Ctrl-C ends a run; the next one begins anew.
 
-What the lab uses of ptxsim, it imports from here: an ImportError of this module says how to install it.
+The lab imports ptxsim only through this module, whose ImportError says how to install it.
 """
 
 from collections.abc import Callable, Mapping, Sequence

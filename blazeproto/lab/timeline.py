@@ -1,4 +1,4 @@
-"""What each warp of one CTA did and when: clock reads that a macro compiles into the kernels (gemm/cuda/timeline.cuh), drawn.
+"""Timelines of the warps of one CTA: clock reads that a macro compiles into the kernels (gemm/cuda/timeline.cuh), drawn.
 
 >>> from blazeproto.lab.timeline import record
 >>> picture = record(lambda: gemm.up_forward(x, up_proj, dispatch), tiles=3)
@@ -80,7 +80,7 @@ Records = Sequence[Sequence[tuple[int, int]]]
 
 @dataclass(frozen=True)
 class Span:
-    """What a warp did from one clock to another, in cycles from the first record of all.
+    """One activity of a warp, from one clock to another, in cycles from the first record of all.
 
     what: "mma", "wait full", ...; "hand-over under mma" where that ran during the tile's wgmma; a role for all that the warp did.
     depth: how many spans it lies in.  tile: the warp's, from 0; -1 before its first.
@@ -231,9 +231,9 @@ def parse(records: Records, *, kernel: str = "", cta: int = 0, tiles: int = 3) -
     """Spans of the first ``tiles`` tiles.
 
     records: (clock, what) of each warp, in order: 32-bit clocks, which may wrap, and edges and kinds as in timeline.cuh. A zero
-    for what ends a warp's. What is open at a warp's last record, or where tile number ``tiles`` begins, ends there.
+    ends a warp's. A span that is open at a warp's last record, or when tile number ``tiles`` begins, ends there.
 
-    ValueError where there are none, for a kind that timeline.cuh has not, and for a span that ends without having begun.
+    ValueError without records, for a kind that timeline.cuh lacks, and for a span that ends without having begun.
     """
     spans: list[Span] = []
     begins: list[tuple[int, int, int]] = []
@@ -251,7 +251,7 @@ def parse(records: Records, *, kernel: str = "", cta: int = 0, tiles: int = 3) -
         begins += tile_begins
         complete &= len(tile_begins) > tiles or found[-1].finished  # the last to be closed is all that the warp did
     if origin is None:
-        raise ValueError("records: expected those of at least one warp, got none")
+        raise ValueError("records: expected at least one warp's, got none")
     first = min((span.begin for span in spans), default=0)
     moved = [
         replace(s, begin=s.begin - first, end=s.end - first)
@@ -319,10 +319,10 @@ def compiled_in() -> Iterator[None]:
 
 
 def record(launch: Callable[[], object], *, tiles: int = 3, cta: int = 0) -> Timeline:
-    """What the warps of one CTA do in the first ``tiles`` tiles that it computes.
+    """Records the warps of one CTA in the first ``tiles`` tiles that it computes.
 
     launch: calls one product, such as ``lambda: gemm.up_forward(x, up_proj, dispatch)``. It is called twice, to warm up and to be
-    recorded, and what it computes is what it always does.  cta: its number in the grid.
+    recorded, and computes the same as ever.  cta: its number in the grid.
 
     TypeError or ValueError for arguments that are none of these; ValueError where a call launches several kernels made of
     tiles; RuntimeError where nothing was recorded: it launches none, or the grid has no such CTA.
@@ -367,8 +367,8 @@ def record(launch: Callable[[], object], *, tiles: int = 3, cta: int = 0) -> Tim
 def record_steps(launch: Callable[[Machine], object], *, tiles: int = 3, cta: int = 0) -> Timeline:
     """The same of a product on the machine, in steps: instructions of all warps of the cluster, one after another.
 
-    launch: calls one product, compiled with the clock reads, on the machine that it is given. Which warp goes on when is the
-    schedule's choice: the picture has the order of things, no time.
+    launch: calls one product, compiled with the clock reads, on the machine that it is given. The schedule
+    decides which warp goes on: the picture shows an order, no time.
 
     TypeError or ValueError for tiles or a CTA that are none; RuntimeError where nothing was recorded.
     """

@@ -35,7 +35,7 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 @dataclass(frozen=True)
 class Places:
-    """Where the elements of an output belong, which is seen as (lines, columns).
+    """The experts, tokens and tiles to which the elements of an output (lines, columns) belong.
 
     expert, inside: of a line (lines,): its expert, and which of that expert's lines it is; expert -1: of none.
     token: of a line, or None.  row_tile (lines,), column_tile (columns,): of the expert, and of the columns.

@@ -40,7 +40,7 @@ CONSUMERS = 2  # warpgroups that multiply a tile
 
 
 def view(thing: Any) -> View:
-    """What there is to see of ``thing``: a `Dispatch`, `Kernel`, `TileConfig` or `MoE`, or an object of a class made from one.
+    """A picture of ``thing``: a `Dispatch`, `Kernel`, `TileConfig` or `MoE`, or an object of a class made from one.
 
     A dispatch is read back, which waits for its device; a kernel is compiled if need be. TypeError for anything else.
     """
@@ -69,7 +69,7 @@ def loads_of(dispatch: Any) -> list[int]:
 
 
 def imbalance(loads: list[int]) -> float:
-    """The largest of ``loads`` over their mean: 1 at best, E where all pairs have one expert, NaN where there is no pair."""
+    """The largest of ``loads`` over their mean: 1 at best, E where all pairs have one expert, NaN without a pair."""
     return max(loads) * len(loads) / total if (total := sum(loads)) else float("nan")
 
 
@@ -153,7 +153,7 @@ def _example(dispatch: Dispatch, loads: list[int]) -> list[Table]:
 def plot_load(dispatch: Any, ax: Axes | None = None) -> Axes:
     """The load of each expert of ``dispatch`` as bars and the mean as a line, by matplotlib, on ``ax`` or new axes.
 
-    Returns the Axes. Waits for the device. What is taken besides a `Dispatch`, and what is refused, says `loads_of`.
+    Returns the Axes. Waits for the device. `loads_of` says what it takes besides a `Dispatch`, and what it refuses.
     """
     loads = loads_of(dispatch)
     if ax is None:

@@ -11,7 +11,7 @@ from blazeproto.lab.workbench import Workbench
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Two runs to warm up, and one for ncu. arguments: those of a `Workbench`, and its sources, as JSON."""
+    """Two runs to warm up, and one for ncu. arguments: a `Workbench`'s, and its sources, as JSON."""
     options = json.loads(arguments[0])
     sources, config = options.pop("sources"), options.pop("config")
     bench = Workbench(**options, config=TileConfig(**config) if config else None)

@@ -51,7 +51,7 @@ DELAYS = "INJECT_DELAYS"  # ptx.cuh: a race shows as a wrong answer
 
 
 class Inputs(NamedTuple):
-    """What runs read, write and are compared with: made once, kept where the kernel runs.
+    """Inputs, outputs and expected values of runs: made once, kept on the device on which the kernel runs.
 
     arguments: of the product's function, outputs among them.  memory: the outputs', and a workspace's.
     read: all that is read.  sums: of its bits.  yardstick: quantized outputs, with what rounding alone does to them.
@@ -78,16 +78,16 @@ class Inputs(NamedTuple):
 class Workbench:
     """One product (a name of `blazeproto.gemm.PRODUCTS`) at one shape, its inputs, and what it should give.
 
-    It runs on a Hopper GPU where there is one, else on the machine (`ptxsim`); `time` and `counters` need a GPU.
+    It runs on a Hopper GPU, or without one on the machine (`ptxsim`); `time` and `counters` need a GPU.
 
     T tokens, d model width, n expert width, E experts, K experts a token. d and n are multiples of 8, E at most 512.
     activation: of `blazeproto.activations`.  routing: of `lab.oracle.ROUTINGS`.  seed: of the inputs, which are bf16 at unit
-    scale, weights at 1/√fan-in.  config: the tiles; default: those that a layer of the shape takes.  device: "cpu" for the
-    machine where there is a Hopper GPU too. precision: "fp8" for quantized operands, d being a multiple of 16 and n of 128;
-    outputs are their numbers then. bias_score_grad and expert_row_sum are those of a layer with biases; the other
-    products have none.
+    scale, weights at 1/√fan-in.  config: the tiles; default: a layer's of this shape.  device: "cpu" for the
+    machine even with a Hopper GPU. precision: "fp8" for quantized operands, d being a multiple of 16 and n of 128;
+    outputs are their numbers then. bias_score_grad and expert_row_sum run as in a layer with biases; the other
+    products have no biases.
 
-    ValueError or TypeError for what no product takes.
+    ValueError or TypeError for arguments that no product takes.
     """
 
     part = "expert"  # what a line of an output belongs to, in a verdict
@@ -151,14 +151,14 @@ class Workbench:
         """Copies the CUDA sources, headers included, into ``folder``, and takes them from there from now on; their path.
 
         A file is compiled as it is when `kernel`, `check`, `time` or `use` next ask. New files and macros are as good as the
-        old ones. What is compiled from here never enters the package's cache. ValueError for a folder that is not empty.
+        old ones. Kernels compiled from here never enter the package's cache. ValueError for a folder that is not empty.
         """
         self.edited = EditedSources.copied(folder)
         return self.edited.folder
 
     def reopen(self, folder: str | Path) -> Workbench:
         """Goes on with a folder that `edit` filled before, in another session or for another product; this bench, whose repr
-        has the folder's path. ValueError where there is none.
+        has the folder's path. ValueError if it does not exist.
         """
         self.edited = EditedSources(folder)
         return self
@@ -201,7 +201,7 @@ class Workbench:
         return self.entry.launches(self.sizes, tiles, variant, build)
 
     def diff(self) -> str:
-        """What was changed, as a unified diff against the package's sources; empty where nothing was."""
+        """The changes, as a unified diff against the package's sources; empty without changes."""
         return self.edited.diff() if self.edited else ""
 
     @contextmanager
@@ -227,7 +227,7 @@ class Workbench:
 
         On a GPU 20 runs, every second one with random delays around barriers compiled in, so that a race shows. Elsewhere
         the kernel's PTX runs on the machine (`ptxsim`), which reports races and what a kernel may not do with
-        source lines: by default once, run i with the schedule of seed i. What it will take is said on stderr; Ctrl-C ends it.
+        source lines: by default once, run i with the schedule of seed i. The expected time is said on stderr; Ctrl-C ends it.
 
         Runs must give the same bits (but for down_forward_fused and up_backward_act_fused, which add in no fixed order), write
         every element, and nothing beside the outputs. ``bool(verdict)``; its repr draws the tiles that are wrong and the first
@@ -286,7 +286,7 @@ class Workbench:
         return cost.product_floor_ms(self.product, self.sizes, gpu, self.precision)
 
     def timeline(self, tiles: int = 3, cta: int = 0) -> Timeline:
-        """What each warp of one CTA does in its first ``tiles`` tiles, and when: by clock reads that are compiled in for this.
+        """The timeline of each warp of one CTA in its first ``tiles`` tiles, by clock reads that are compiled in for this.
 
         cta: its number in the grid. Without a GPU it runs on the machine: in steps, the order of things and no time.
         ValueError for a product that is not made of tiles. RuntimeError where the grid has no such CTA.
@@ -299,7 +299,7 @@ class Workbench:
         return record(lambda: self._run(build), tiles=tiles, cta=cta)
 
     def counters(self) -> HardwareCounters:
-        """What ncu counts while the kernel runs once: tensor pipe, L2, memory, why warps wait.
+        """Hardware counters of one run, by ncu: tensor pipe, L2, memory, why warps wait.
 
         In a process of its own, with the same inputs. ValueError for a product that is not made of tiles. RuntimeError without
         a Hopper GPU, FileNotFoundError without ncu, CountersRefused where the driver forbids it.

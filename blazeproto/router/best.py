@@ -6,8 +6,8 @@ Keys come in eights. Eight are sorted, then merged into the list of the best so 
     eight     8  5  2  1        (9,1) (7,2) (6,5) (4,8)   it falls, then rises; ordering the pairs at
                                                           distance 2, then 1, sorts it:             9  8  7  6
 
-That is Batcher's bitonic merge (Knuth, The Art of Computer Programming 3, 5.3.4) without its lower half. What the keys
-are never decides what is executed, so threads of a warp never part, and ptxas makes each min and max one instruction.
+That is Batcher's bitonic merge (Knuth, The Art of Computer Programming 3, 5.3.4) without its lower half. The keys' values
+never decide what is executed, so threads of a warp never part, and ptxas makes each min and max one instruction.
 
 The two best keys of each group of experts are kept likewise, with the keys as they are, so that their sum is exact but for one
 rounding: DeepSeek-V3 §2.1.2 ranks groups by it.
@@ -110,8 +110,8 @@ def best_groups_of(num_groups: int, top_groups: int, size: int, lanes: int, per_
     """``best_groups(values, lane)``: a bit for each of a lane's values, whether it is of one of the token's ``top_groups`` best
     of ``num_groups`` groups.
 
-    A group is ``size`` experts. Groups rank by the sum of their two largest values, ties to the lower group. There is a lane
-    for each group, which learns that group's sum and compares it with those of the others.
+    A group is ``size`` experts. Groups rank by the sum of their two largest values, ties to the lower group. Each group has a
+    lane, which learns the group's sum and compares it with the other groups'.
     values: a lane has ``per_lane`` of the token's, at most 32, as topk_kernels.py spreads them.  partner: of `warp.group_of`.
     """
     unit = math.gcd(size, EIGHT)  # neighbours in a lane that are of one group, whichever lane it is

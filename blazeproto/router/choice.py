@@ -64,8 +64,8 @@ class VaryingChoice:
         generator: torch.Generator | None = None,
         counted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None, str, tuple[float, ...], int, int, Tensor | None]:
-        """What the operator takes, in order: `mask`'s arguments, ``max_pairs``, and ``limits``: with ``counted`` (T,) bool, which
-        says what tokens are not masked, (2,) int32 on the device, their number and the size for it.
+        """The operator's arguments, in order: `mask`'s arguments, ``max_pairs``, and ``limits``: with ``counted`` (T,) bool,
+        which says what tokens are not masked, (2,) int32 on the device, their number and the size for it.
 
         generator: of `draws`; default: torch's.
         """

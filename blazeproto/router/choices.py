@@ -31,7 +31,7 @@ class TokenRounding(VaryingChoice):
 
     Every expert's token count becomes a multiple of ``tile`` (rows of the kernel's M tile) that is less than one tile
     away from token choice: the expert's lowest-scored tokens leave, or the best of the tokens that did not choose it
-    come. Works on the micro-batch; the paper advises at least two tiles an expert on average (appendix E.3). Where T is below
+    come. Works on the micro-batch; the paper advises at least two tiles an expert on average (appendix E.3). If T is below
     a tile, or T K / E below half of one, most experts would round to no token at all: then every pair is kept as it is.
     """
 
@@ -124,7 +124,7 @@ def rounded_counts(
     - ``balance_f``  Algorithm 6: up or down, so that the total stays within M / 2 of the sum of the counts (eq. 14).
     - ``up``, ``down``
 
-    An expert cannot take more tokens than there are: where the multiple above passes T, every rule rounds down.
+    An expert cannot take more than T tokens: where the multiple above passes T, every rule rounds down.
     """
     counts = counts.to(torch.int64)
     floor = counts // tile * tile
@@ -216,7 +216,7 @@ class ExpertChoice(WithCapacity):
 class Capacity(WithCapacity):
     """Token choice with at most ``capacity_factor * T * K / E`` tokens an expert; what overflows is dropped.
 
-    GShard (Lepikhin et al. 2021) §2.2 and Switch Transformer (Fedus et al. 2022) §2.2. Which pairs stay, by ``priority``:
+    GShard (Lepikhin et al. 2021) §2.2 and Switch Transformer (Fedus et al. 2022) §2.2. ``priority`` orders the pairs that stay:
 
     - ``slot``   all first choices before any second choice, by token within each (GShard Algorithm 1).
     - ``token``  by token; a token's choices together.
@@ -317,8 +317,8 @@ def varying_choice(by: str) -> type[VaryingChoice]:
 def make_choice(choose: str | Choice, options: dict[str, Any], keywords: Iterable[str] = ()) -> Choice | None:
     """The choice of this name, with its options; None for ``"top_k"``, which has none. An object is itself.
 
-    ValueError unless there is one of this name, TypeError for an option that it does not take.
-    keywords: further names that may have been meant, those of `Router`.
+    ValueError for an unknown name, TypeError for an option that the choice does not take.
+    keywords: further names that may have been meant, `Router`'s.
     """
     if isinstance(choose, Choice):
         if options:

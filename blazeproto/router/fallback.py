@@ -1,4 +1,4 @@
-"""What the router's kernels compute, in torch: it runs where they do not, and tests compare them with it.
+"""The router's kernels in plain torch: this code runs where the kernels do not, and tests compare the kernels with it.
 
 Public functions have their names and signatures here; ``out``, ``workspace`` and ``stream`` are ignored. They take tensors
 or NumPy arrays, of any floating-point dtype, and compute in it.

@@ -8,7 +8,7 @@ operand becomes two bf16 ones (logits_kernels.py has the formulas).
                 dW = [high dL | low dL]^T x                cuBLAS, in parts of LONGEST_SUM tokens: tensor cores cut the low bits
                                                            off their running sums, which shows after some thousand terms
 
-In logits and dX a token's bits depend on no other token, nor on how many there are: both are products of this package, which sum
+In logits and dX a token's bits depend neither on other tokens nor on their number: both are products of this package, which sum
 in an order that the widths alone decide. cuBLAS takes other algorithms for other numbers of tokens (docs/batch_invariance.md).
 
 Router arithmetic in fp32 inside a bf16 model: Switch Transformer §2.4, "selective precision".

@@ -19,7 +19,7 @@ MAX_BLOCKS = 132 * 16
 
 
 def units_of(num_tokens: int, num_experts: int) -> int:
-    """What threads of `split_gradient` do: two neighbours each where E is even."""
+    """The elements that a thread of `split_gradient` takes: two neighbours if E is even."""
     return num_tokens * num_experts // (2 - num_experts % 2)
 
 
@@ -97,7 +97,7 @@ def logits_product(x: Any, weight: Any, parts: int = 1, *, out: Any = None, stre
 
     d is a multiple of 8, and arrays are 16-byte aligned.  out: (T, E) fp32, to fill.
 
-    A row's bits depend on no other row, nor on how many there are (docs/batch_invariance.md).
+    A row's bits depend neither on other rows nor on their number (docs/batch_invariance.md).
 
     stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
     expected and what came.

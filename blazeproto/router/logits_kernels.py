@@ -1,4 +1,4 @@
-"""What a router's products need before and after: broken tokens' logits, and gradients taken apart.
+"""The steps before and after a router's products: NaN logits for broken tokens, and gradients split in two bf16 parts.
 
 An fp32 number is the sum of two bf16 numbers but for 2^-16 of it, and tensor cores multiply bf16 numbers without an error. So
 

@@ -5,7 +5,7 @@ instead of choosing again.
     routing_losses   logits, experts -> the load and the auxiliary losses               kernels: losses.py
     hash_experts     token ids (T,) -> experts (T, K)                                   kernel: topk.py
 
-and of a number of experts that varies, those of pair_ops.py.
+pair_ops.py has the operators for a number of experts that varies.
 
 An operator asks inside, where torch.compile does not trace, whether its kernels run on these tensors; else `fallback` computes
 the same. Kernels are launched unchecked: the operators are called by `Router`, which has checked what came.
@@ -26,7 +26,7 @@ from blazeproto.router.scores import SCORES
 
 
 def kernels_take(matrix: Tensor, top_k: int = 1) -> bool:
-    """Whether the kernels take a (T, E) matrix, and those of top-k routing K experts a token."""
+    """Whether the kernels take a (T, E) matrix, and the top-k kernels K experts a token."""
     return (
         matrix.dtype == torch.float32
         and matrix.is_contiguous()

@@ -51,7 +51,7 @@ def count_tokens(threads: int) -> Any:
 def list_pairs(threads: int, num_experts: int) -> Any:
     """pair_experts (P,), pair_tokens (P,) and token_offsets (T + 1,) of bits (T / 32, E) and the totals of all chunks.
 
-    Block c has chunk c of ``chunk_groups`` groups of 32 tokens. What lies beyond P is left out.
+    Block c has chunk c of ``chunk_groups`` groups of 32 tokens. Pairs beyond P are left out.
     """
     words = -(-num_experts // WORD)  # of a token
     turned = 2 * threads  # where in shared memory the bits by token begin: word (j, token) has experts 32 j … 32 j + 31

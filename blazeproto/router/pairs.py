@@ -265,7 +265,7 @@ def score_pairs_backward(
     out: Any = None,
     stream: int | None = None,
 ) -> Any:
-    """The gradient of `score_pairs`'s logits (MoEBlaze §2.1) from that of its scores.
+    """The backward of `score_pairs` (MoEBlaze §2.1): the logits' gradient from the scores'.
 
     logits (T, E) fp32, pair_experts (P,) int32, token_offsets (T + 1,) int32, d_scores (P,) fp32 → d_logits (T, E) fp32.
 

@@ -1,4 +1,4 @@
-"""What the router's public functions share: their arrays, stated once, and kernels that run over rows.
+"""Shared by the router's public functions: a statement of their arrays, and kernels that run over rows.
 
 A function states its arrays by dtype and shape, ``"float32 T E"``; of that its check and its outputs are made. Its body is
 empty: `public` calls the launch. Operators call the same kernels on tensors, without a check.
@@ -68,7 +68,7 @@ def public(
 ) -> Callable[[F], F]:
     """Decorates the signature and docstring of a public function of arrays of any library; its twin is in `fallback`.
 
-    takes, makes: inputs and outputs. A dtype, two of them as ``float32|bfloat16``, or ``logits`` for that of the logits; then
+    takes, makes: inputs and outputs. A dtype, two of them as ``float32|bfloat16``, or ``logits`` for the logits' dtype; then
     a word for each dimension, which the first array that has it decides. An input that may be None is not looked at then.
     check: ``check(sizes, call)``: refuses what else does not fit; sizes by words, to which it may add, call by parameters.
     launch: ``launch(place, call, *inputs, *outputs)``, call with the sizes; behind these a ``workspace`` that the call may have.

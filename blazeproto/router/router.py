@@ -251,7 +251,7 @@ class Router(nn.Module):
         Call it once an optimizer step with the load (E,) of the whole batch: `Routing.load`, summed over accumulation
         steps and ranks, integers or floating point, on the bias's device. It is no part of forward, which activation
         checkpointing runs twice: after such a forward call it behind backward, or backward raises RuntimeError.
-        TypeError or ValueError for another load, also at rate 0; ValueError where there is no bias.
+        TypeError or ValueError for another load, also at rate 0; ValueError without a bias.
         """
         bias = self._bias()
         check_load(load, self.num_experts, None if bias is None else bias.device)
@@ -307,7 +307,7 @@ def check_takes_mask(router: nn.Module) -> None:
 
 
 def router_keywords() -> list[str]:
-    """What `Router` takes by name, without the options of choices."""
+    """The keywords of `Router`, without the options of choices."""
     return [name for name in inspect.signature(Router).parameters if name != "choose_options"]
 
 
@@ -323,9 +323,9 @@ def dropped_share(load: Tensor, chosen_load: Tensor | None) -> Tensor | None:
 def routing_stats(routing: Routing, top_k: int | None = None) -> dict[str, Tensor]:
     """Scalars on the device to log, none of them with a gradient, of what a router returned (``routing``).
 
-    "balance" is the largest load over the mean load, 1 at best; "entropy" that of the softmax of the logits, mean over tokens, in
-    nats; given the router's K as ``top_k``, "pairs" is pairs that run over T * K (below 1 what capacity dropped); and where
-    rounding or a capacity may drop pairs, "dropped" is the share that was. Masked tokens do not count.
+    "balance" is the largest load over the mean load, 1 at best; "entropy" is the entropy of the softmax of the logits, mean over
+    tokens, in nats; given the router's K as ``top_k``, "pairs" is pairs that run over T * K (below 1 what capacity dropped); and
+    where rounding or a capacity may drop pairs, "dropped" is the share that was. Masked tokens do not count.
     TypeError for what is no `Routing`, and TypeError or ValueError for a ``top_k`` that is no int of 1 or more.
     """
     checks.instance("routing", routing, Routing)

@@ -60,7 +60,8 @@ class ScoreFunction:
         return logits
 
     def on_device(self) -> DeviceFunctions:
-        """What kernels call of a softmax: logarithms and their slopes alone. A score's logarithm is the logit, as above."""
+        """The functions that kernels call for a softmax: logarithms and their slopes. A score's logarithm is the logit, as
+        above."""
         from blazeproto.runtime.numba import float32
         from blazeproto.runtime.warp import device
 
@@ -111,7 +112,7 @@ else:
 
 
 def score_named(name: str) -> ScoreFunction:
-    """ValueError, with the nearest name, where there is none of this name."""
+    """The score of this name. ValueError, with the nearest name, for an unknown one."""
     checks.one_of("score", name, tuple(SCORES))
     return SCORES[name]
 

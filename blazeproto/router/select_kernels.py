@@ -1,6 +1,6 @@
-"""Each expert picks its tokens: the first so many by rank. Nothing is sorted, but for the digits of one threshold.
+"""Each expert picks its highest-ranked tokens. Nothing is sorted, but for the digits of one threshold.
 
-What a choice ranks by is an integer a (token, expert), so that all choices are one selection:
+All choices are one selection: a choice ranks (token, expert) pairs by an integer,
 
     bit 30    the token chose this expert       token rounding, capacity; nobody's in expert choice
     0 … 29    a code, larger is better          the score's bits (in [0, 1] they order as the score does), or K - 1 - slot
@@ -135,9 +135,9 @@ def largest_codes(threads: int) -> Any:
 
 def search_of(threads: int, code_bits: int, gated: bool) -> Any:
     """``search(keys, first, prefix, want, gates, gates_first, gate, shared, thread, num_tokens)`` for a block: the key of rank
-    ``want`` among those of keys[first : first + T] that have ``prefix`` above their lowest code_bits.
+    ``want`` among the keys[first : first + T] that have ``prefix`` above their lowest code_bits.
 
-    gated: only tokens whose gates[gates_first + token] is ``gate``. Returns the key, how many of those that have it are in, and
+    gated: only tokens whose gates[gates_first + token] is ``gate``. Returns the key, how many tokens with this key are in, and
     how many have it. want >= 1. shared: int32, three places a thread, of which search uses four more.
     """
     digit_bits = threads.bit_length() - 1
@@ -215,7 +215,7 @@ def select_tokens(threads: int, by: str, code_bits: int, masked: bool) -> Any:
 
     @device
     def threshold(keys, first, count, rank, shared, thread, num_tokens):
-        """The key of that rank (0: none has it), how many of those equal to it are in, and how many there are.
+        """The key of that rank (0: none has it), the number of equal keys that are in, and the number of equal keys.
 
         The tokens that chose the expert come first, and their number is known: that is the first bit.
         """

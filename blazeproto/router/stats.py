@@ -13,7 +13,7 @@ from blazeproto.router.router import dropped_share
 
 @saved_by_export
 class MoEStats(NamedTuple):
-    """What the router did in one forward pass."""
+    """The router's statistics of one forward pass."""
 
     load: Tensor  # (E,) int32: pairs of each expert
     aux_losses: dict[str, Tensor]  # scalars with their coefficients in, differentiable

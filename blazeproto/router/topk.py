@@ -36,7 +36,7 @@ def route_kernel(
     num_groups: int = 1,
     top_groups: int = 1,
 ) -> RowKernel:
-    """`topk_kernels.topk_route` for these logits; where there is no bias, any address will do for it."""
+    """`topk_kernels.topk_route` for these logits. Without a bias any address will do for it."""
     # Whether all rows begin at multiples of 16 bytes and hold whole groups of eight: then a load takes 16 bytes.
     aligned = logits.shape[1] % 8 == 0 and (arrays.simulated() or logits.data_ptr() % 16 == 0)
     options = score, renormalize, scale, biased, logits.dtype == "bfloat16", aligned
@@ -179,7 +179,7 @@ def topk_route(
     end.
     num_groups, top_groups: G, up to 32, and how many of them stay, both or neither (DeepSeek-V3 §2.1.2). E / G neighbours are a
     group. Its score is the sum of its two largest keys, in fp32, and experts outside a token's best groups cannot be chosen. Keys
-    are sigmoid scores, plus the bias if there is one; with the other kinds of scores they are the logits.
+    are sigmoid scores, plus the bias if given; with the other kinds of scores they are the logits.
     Ties go to the lower expert id, among groups to the lower group. A token with a NaN or infinite logit gets experts 0 … K-1 and
     NaN scores, and no other token notices.
     out: (scores, experts) to fill.
@@ -211,7 +211,7 @@ def topk_route_backward(
     out: Any = None,
     stream: int | None = None,
 ) -> Any:
-    """The gradient of `topk_route`'s logits (MoEBlaze §2.1; DeepSeek-V3 eq. 15) from that of its scores.
+    """The backward of `topk_route` (MoEBlaze §2.1; DeepSeek-V3 eq. 15): the logits' gradient from the scores'.
 
     logits (T, E) fp32 or bf16, experts (T, K) int32, as they were chosen, d_scores (T, K) fp32 → d_logits (T, E) of the
     logits' dtype.

@@ -11,8 +11,8 @@ neighbouring logits at once, and makes integers of them that sort as the floats 
          └─────── merge ────────┘                      └─────── merge ────────┘         over shuffles: now both of a
                 └────────────────────── merge ──────────────────────┘                   pair, now all hold the same K
 
-An integer carries the expert's id, upside down, in its lowest bits (7 for E = 128), so that one number is all there is
-to sort, and ties go to the lower id. Where two neighbours among the best K + 1 differ in no bit above those, the order
+An integer carries the expert's id, upside down, in its lowest bits (7 for E = 128), so that only one number must be
+sorted, and ties go to the lower id. If two neighbours among the best K + 1 differ in no bit above those, the order
 isn't certain: the warp then asks again, for each choice that isn't, which whole number comes after the one before. For
 normal fp32 logits that is one token in 1700 (E = 128, K = 8); for bf16 never, since its lower 16 bits are free.
 

@@ -1,4 +1,4 @@
-"""What every folder with kernels is built on.
+"""The base of every folder with kernels.
 
 No torch in here, and Numba in `numba` and `warp` alone.
 
@@ -9,7 +9,7 @@ No torch in here, and Numba in `numba` and `warp` alone.
     checks          of options
     arch            the architectures of GPUs that kernels are written for
     driver          cubins loaded, kernels launched by addresses
-    target          where launches go, if not to the driver
+    target          launches that go elsewhere than to the driver
     cache           compiled kernels, kept in a folder
     optional        packages that only the kernels need, and their versions
     moved           old modules' names, which warn

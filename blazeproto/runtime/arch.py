@@ -25,8 +25,7 @@ class Arch:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """NVRTC's. --no-cache: NVRTC keeps a cache of its own where there is a driver, and what comes out of it lacks ptxas's
-        report."""
+        """NVRTC's. --no-cache: with a driver installed NVRTC keeps a cache of its own, whose entries lack ptxas's report."""
         target = f"--gpu-architecture={self.target}"
         return (target, "-std=c++17", "--ptxas-options=-v", "-lineinfo", "-default-device", "--no-cache")
 
@@ -47,7 +46,7 @@ def arch_of(capability: Sequence[int] | None) -> Arch | None:
 
 
 def missing(capability: Sequence[int] | None, gpu: str = "this one") -> str | None:
-    """What keeps all kernels from running on a GPU of this compute capability, None standing for no GPU; None if nothing does.
+    """The reason why no kernel runs on a GPU of this compute capability (None: no GPU), or None if kernels run.
     gpu: what the answer calls it."""
     if arch_of(capability) is not None:
         return None

@@ -1,4 +1,4 @@
-"""A device array as the kernels see it: pointer, shape, dtype, strides. Whose library made it is forgotten at this door.
+"""A device array as the kernels see it: pointer, shape, dtype, strides. No code behind this module knows which library made it.
 
 `view` takes a torch, CuPy, Numba or JAX array without copying and costs about 1 µs for a torch tensor, where a DLPack exchange
 costs 16. torch is never imported here: a tensor is known by its methods, and its stream asked of the torch that made it.
@@ -35,8 +35,8 @@ NO_DEVICE = -1  # the ``device`` of a view of host memory
 
 
 class DeviceArray(NamedTuple):
-    """A view: owns no memory itself, but keeps ``owner`` alive. ``strides`` count elements, ``device`` is a CUDA ordinal, or that
-    of a target of launches."""
+    """A view: owns no memory itself, but keeps ``owner`` alive. ``strides`` count elements, ``device`` is a CUDA ordinal, or
+    the ordinal of a target of launches."""
 
     ptr: int
     shape: tuple[int, ...]
@@ -79,7 +79,7 @@ _TORCH_DTYPES: dict[Any, str] = {}  # torch.bfloat16 → "bfloat16", filled as d
 
 
 def view(array: Any, name: str = "array") -> DeviceArray:
-    """What the kernels need to know about a device array.
+    """A device array's pointer, shape, dtype, strides and device, for the kernels.
 
     array: a DeviceArray (returned as it is), a torch tensor, a CuPy array, or anything with ``__cuda_array_interface__`` or
     ``__dlpack__``. uint16 counts as bfloat16, for libraries that lack the type (CuPy without ml_dtypes, Numba).
@@ -183,7 +183,7 @@ def current_stream(array: Any = None) -> int:
 
 
 def current_device() -> int:
-    """The CUDA ordinal of the GPU that this thread launches on; torch and CuPy have the same. Of a target its own."""
+    """The CUDA ordinal of the GPU that this thread launches on; torch and CuPy have the same. A target has its own."""
     if (machine := target.chosen()) is not None:
         return target.device_of(machine)
     return int(optional.cupy().cuda.runtime.getDevice())
@@ -192,9 +192,9 @@ def current_device() -> int:
 def empty(shape: tuple[int, ...], dtype: str, like: DeviceArray | None = None) -> Any:
     """Uninitialised memory for a caller that passes no output.
 
-    A torch tensor where ``like`` is a view of one, on its device; else a CuPy array on CuPy's current device, with bfloat16 as
-    ``like`` has it, or a BFloat16Array where that has none. In the simulator a NumPy array, of uint16 for bfloat16; on a
-    target one of the target's, with bfloat16 as ``like`` has it.
+    If ``like`` is a view of a torch tensor, a tensor on its device. Else a CuPy array on CuPy's current device, with ``like``'s
+    bfloat16, or a BFloat16Array if CuPy lacks the type. In the simulator a NumPy array, uint16 for bfloat16. On a target an
+    array of the target's, with ``like``'s bfloat16.
     """
     if like is not None and hasattr(like.owner, "new_empty"):
         return like.owner.new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))

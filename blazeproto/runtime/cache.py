@@ -5,7 +5,7 @@
 A name is a hash of all that decides a file's bytes, so a file never goes out of date. Files are compressed, and the checksum of
 that tells a damaged one. A cache that cannot be read or written, also for want of a home folder, costs time and is no error.
 
-What lies there is run as machine code. So nothing is read from a folder or a file that belongs to another user, or that group or
+The files are run as machine code. So nothing is read from a folder or a file that belongs to another user, or that group or
 others may write: a RuntimeWarning says so once, and kernels are compiled instead.
 """
 
@@ -21,9 +21,9 @@ _REFUSED: set[Path] = set()  # folders that a warning was given for
 
 
 def folder() -> Path:
-    """Where the files are: asked for at each use, so that the variable may change within a process.
+    """The folder of the files. It is read at each use, so that the variable may change within a process.
 
-    OSError where ``~`` is needed and this user has no home folder.
+    OSError if ``~`` is needed and this user has no home folder.
     """
     chosen = os.environ.get("BLAZEPROTO_CACHE")
     path = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "blazeproto"
@@ -34,7 +34,7 @@ def folder() -> Path:
 
 
 def read(name: str, where: Path | None = None) -> bytes | None:
-    """A file's bytes; None where there is none, or none that is whole and can be read and trusted.
+    """A file's bytes; None if it is missing, damaged, unreadable or not to be trusted.
     where: another folder than `folder`."""
     try:
         where = where or folder()

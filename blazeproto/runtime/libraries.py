@@ -1,4 +1,4 @@
-"""The public edge: a function of arrays takes those of any library, and gives results of the kind that came.
+"""The public edge: a function takes arrays of any library, and returns arrays of the same library.
 
     the first array is of      what runs      results
     torch, on a GPU            the kernels    torch tensors

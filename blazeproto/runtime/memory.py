@@ -1,6 +1,6 @@
 """Device arrays handed on: to a kernel as an argument, to CuPy as an array, to a stream as its work.
 
-Under Numba's simulator, and on a target of launches, NumPy arrays take the place of device arrays, and there is one stream, 0.
+Under Numba's simulator, and on a target of launches, NumPy arrays take the place of device arrays, and the only stream is 0.
 """
 
 from collections.abc import Iterator

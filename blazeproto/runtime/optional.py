@@ -40,14 +40,14 @@ def installed(names: Sequence[str]) -> dict[str, str]:
 
 
 def requirement(name: str, major: str) -> str:
-    """What to ask pip for, so that a package of `WANTED` fits CUDA ``major``."""
+    """The requirement that makes pip install a package of `WANTED` for CUDA ``major``."""
     if name == "cupy":
         return f"cupy-cuda{major}x[ctk]{WANTED[name]}"
     return f"numba-cuda[cu{major}]{WANTED['numba-cuda']}"  # which brings cuda-bindings and cuda-core
 
 
 def missing(name: str) -> str | None:
-    """What a package of `WANTED` lacks: the version expected, the one found, the command that mends it; None if nothing.
+    """The fault of a package of `WANTED`: version expected, version found, the command that mends it. None if it has none.
 
     One that can be imported but that pip knows nothing of has no version, and is taken as it is.
     """
@@ -122,7 +122,7 @@ def driver_cuda() -> tuple[int, int] | None:
 
 
 def cuda_major(driver: tuple[int, int] | None) -> str:
-    """The CUDA, "12" or "13", whose packages fit: the driver's; without one that of the packages installed; else "12"."""
+    """The CUDA, "12" or "13", whose packages fit: the driver's; without a driver the installed packages'; else "12"."""
     if driver:
         return "13" if driver >= (13, 0) else "12"
     bindings = {version.split(".")[0] for version in installed(("cuda-bindings",)).values()} & {"12", "13"}

@@ -1,4 +1,4 @@
-"""Where launches go: to the GPU's driver, to Numba's simulator, or to a target that a caller gives, as an interpreter of PTX.
+"""Launches go to the GPU's driver, to Numba's simulator, or to a target that a caller gives, such as an interpreter of PTX.
 
     with launches_on(machine):
         h, act = gemm.up_forward(x, up_proj, dispatch)    # NumPy arrays; `Target.launch` is called, and no driver
@@ -32,9 +32,9 @@ def simulated() -> bool:
 
 
 class Target(Protocol):
-    """What takes launches in the driver's place.
+    """Takes launches in the driver's place.
 
-    multiprocessors: how many there are to launch on; persistent kernels have at most as many CTAs.
+    multiprocessors: their number, at least 1; a persistent kernel has at most one CTA for each.
     """
 
     multiprocessors: int
@@ -86,7 +86,7 @@ def here() -> Target:
 
 @contextmanager
 def launches_on(target: Target) -> Iterator[None]:
-    """Launches of this thread from NumPy arrays go to ``target``, those of a context inside this one to the inner one's.
+    """Launches of this thread from NumPy arrays go to ``target``, launches inside an inner context to the inner one's.
 
     TypeError or ValueError for a number of multiprocessors that is none.
     """
@@ -113,7 +113,7 @@ def is_target(device: int) -> bool:
 
 
 class Handle(NamedTuple):
-    """What a GPU has a CUfunction for, and `driver.load` a loaded kernel: a kernel of any target.
+    """A kernel loaded on a target, as a CUfunction is one loaded on a GPU.
 
     parameters, boxes: as `Target.launch` has them, of a kernel that takes a struct and not words.
     """

@@ -1,4 +1,4 @@
-"""What the threads of a block do together, each helper in one form for the GPU and one for Numba's simulator.
+"""Collective operations of the threads of a block, each helper in one form for the GPU and one for Numba's simulator.
 
 The simulator has no warp intrinsics: there, a value goes through shared memory and barriers, so every thread of a
 block must call, and call equally often. `inclusive_scan` needs none and is one function. Helpers are inlined by Numba: compiled
@@ -74,7 +74,7 @@ if in_simulator():
 
     @device
     def of_block(value):
-        """What each thread of the block brings. Two barriers."""
+        """Reduces one value of each thread of the block. Two barriers."""
         scratch = cuda.shared.array(int(cuda.blockDim.x), float64)  # which holds int32, uint32, fp32 and bool exactly
         scratch[cuda.threadIdx.x] = value
         cuda.syncthreads()
@@ -189,7 +189,7 @@ else:
 
 
 class Group(NamedTuple):
-    """What groups of neighbouring threads, a power of two of them up to a warp, do together. Each gets the result."""
+    """Collective operations of groups of neighbouring threads, a power of two up to a warp. Each thread gets the result."""
 
     maximum: Any  # of uint32
     minimum: Any  # of uint32
