@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from blazeproto.autograd.options import OPTION_NAMES, Options, documented, takes
 from blazeproto.autograd.ranks import Dispatcher, refuse_ranks
 from blazeproto.autograd.shared_expert import SharedExpert
 from blazeproto.router.choices import CHOICES
-from blazeproto.router.router import check_by_token, check_takes_mask, make_router, router_keywords
+from blazeproto.router.router import Router, check_by_token, check_takes_mask, make_router, router_keywords
 from blazeproto.router.stats import MoEStats
 from blazeproto.runtime.checks import boolean, fixed, integer, nearest
 from blazeproto.runtime.shown import Shown
@@ -77,6 +77,8 @@ class MoE(nn.Module, Shown):
     dispatcher: Dispatcher | None = None  # to other ranks' experts; `blazeproto.distributed.expert_parallel` sets it
 
     if TYPE_CHECKING:
+        router: Router  # or a module of the user's, which returns a `Routing` too
+        __call__: Callable[..., tuple[Tensor, MoEStats]]
 
         def __getattr__(self, name: str) -> Any: ...  # the options, properties that are made below
 
@@ -97,8 +99,7 @@ class MoE(nn.Module, Shown):
         **keywords: Any,
     ) -> None:
         super().__init__()
-        sizes = {"d_model": d_model, "d_expert": d_expert, "num_experts": num_experts, "top_k": top_k}
-        for name, size in sizes.items():
+        for name, size in zip(SIZES, (d_model, d_expert, num_experts, top_k), strict=False):
             integer(name, size, least=1)
         integer("d_shared", d_shared, least=0)
         boolean("bias", bias)
@@ -116,7 +117,7 @@ class MoE(nn.Module, Shown):
         elif keywords:
             raise TypeError(f"router: a module brings its own options, got {sorted(keywords)} too")
         self._check_router(router)
-        self.router = router
+        self.router = cast(Router, router)
 
         entry = activation_named(options.activation)
         up_width, self.up_name = d_expert * entry.halves, entry.up_name
@@ -270,8 +271,7 @@ class MoE(nn.Module, Shown):
     def _varying_choice(self) -> Any:
         """The router's choice if the number of experts per token varies with it, in the present mode; else None."""
         choice: Any = getattr(self.router, "choice", None)
-        fixed = not hasattr(choice, "max_pairs") or (choice.eval_top_k and not self.training)
-        return None if fixed else choice
+        return None if not hasattr(choice, "max_pairs") or (choice.eval_top_k and not self.training) else choice
 
     def _dispatch_shapes(self, num_tokens: int) -> set[tuple[int, int]]:
         """(tokens, experts per token) of every dispatch in a forward pass; pairs with one expert each where they vary."""

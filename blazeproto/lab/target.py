@@ -5,11 +5,12 @@ launch(machine, gemm.combine, y=y, dispatch=dispatch, out=out)     # torch tenso
 machine.reports[-1]                                                # races, steps
 
 `Attended` says how long runs take, how far they are and what they found. It writes to stderr: a line beforehand, and where that
-is a terminal a bar. Ctrl-C ends a run; the next one begins anew.
+is a terminal a bar, in Jupyter a percentage. Ctrl-C ends a run; the next one begins anew.
 
 The lab imports ptxsim only through this module, whose ImportError says how to install it.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -40,6 +41,7 @@ except ImportError as error:
 __all__ = ["Attended", "Machine", "MachineError", "PtxError", "launch"]
 
 TILES_A_CTA = 4  # so that a CTA goes from tile to tile, as on a GPU, and the bar moves
+SLOW = 20  # seconds of a run, from which a smaller one is offered, and Jupyter shows how far it is
 MOST_CTAS = 132  # multiprocessors of an H200
 # Measured on one core of a server, races watched: seconds and warp instructions, within a factor of two.
 SECONDS_A_STEP = 2e-5
@@ -192,22 +194,31 @@ class Attended:
         self.multiprocessors = min(MOST_CTAS, max(2, tiles // TILES_A_CTA))
         self.console = Console(stderr=True)
         self.races, self.errors = dict[str, None](), list[str]()
-        every = f", {runs} runs" if runs > 1 else ""
         seconds = SECONDS_A_STEP * steps
         took = f"{max(1, seconds):.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
-        self.console.print(f"{product} on the machine: about {took} a run{every}; Ctrl-C ends it", highlight=False)
+        took += " a run" if runs == 1 else f" a run, {runs} runs"
+        self.slow = seconds > SLOW
+        smaller = "; T=100, d=256, n=256, E=4 take seconds" if self.slow else ""
+        self.console.print(f"{product} on the machine: about {took}{smaller}; Ctrl-C ends it", highlight=False)
 
     def run(self, seed: int, launch: Callable[[Machine], None]) -> bool:
-        """Whether it came to its end. Raises PtxError for what the machine does not know, KeyboardInterrupt on Ctrl-C."""
+        """Whether it came to its end. Raises PtxError for an instruction that the machine does not know, KeyboardInterrupt on
+        Ctrl-C, with the share that was done."""
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        shown = self.console.is_terminal
-        with Progress(*columns, console=self.console, transient=True, disable=not shown) as bar:
-            task = bar.add_task(f"{self.product}, seed {seed}: CTAs")
-            machine = Machine(
-                self.multiprocessors, seed, progress=lambda done, count: bar.update(task, completed=done, total=count)
-            )
+        named = f"{self.product}, seed {seed}"
+
+        def progress(done: int, count: int) -> None:
+            bar.update(task, completed=done, total=count)
+            if self.slow and self.console.is_jupyter:  # whose output is no terminal, but goes back to a line's begin
+                print(f"\r{named}: {done / count:.0%}", end="", file=sys.stderr, flush=True)
+
+        with Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal) as bar:
+            task = bar.add_task(f"{named}: CTAs")
+            machine = Machine(self.multiprocessors, seed, progress=progress)
             try:
                 launch(machine)
+            except KeyboardInterrupt:  # without the frames of the interpreter
+                raise KeyboardInterrupt(f"{named}: stopped at {bar.tasks[task].percentage:.0f} %") from None
             except MachineError as error:
                 self.errors.append(f"seed {seed}: {error.args[0]}")
                 return False

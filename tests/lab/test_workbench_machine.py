@@ -94,7 +94,7 @@ def test_ctrl_c_ends_a_check_and_the_next_one_is_right(monkeypatch: pytest.Monke
         run(machine, *rest, **arguments)
 
     monkeypatch.setattr(target, "launch", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match=r"combine, seed 0: stopped at \d+ %"):
         bench.check()
     monkeypatch.setattr(target, "launch", run)
     assert bench.check()
@@ -107,10 +107,25 @@ def test_a_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "combine, seed 1: CTAs" in drawn.getvalue() and "2 runs; Ctrl-C ends it" in drawn.getvalue()
 
 
+def test_jupyter_has_a_percentage_of_a_slow_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(target, "Console", lambda stderr: Console(force_jupyter=True))
+    monkeypatch.setattr(target, "SLOW", 0)
+    assert Workbench("combine", **SMALL).check()
+    assert "\rcombine, seed 0: 100%" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("product", "steps"), [("up_forward", 143_067), ("down_forward", 36_004), ("combine", 22_592)])
 def test_the_estimate_is_that_of_the_steps_within_a_factor_of_two(product: str, steps: int) -> None:
     bench = Workbench(product, T=256, d=256, n=256, E=4, K=2)
     assert 0.5 < bench._attended(1).steps / steps < 2
+
+
+def test_a_smaller_size_is_offered_where_a_run_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
+    for tokens, offered in ((100, False), (4096, True)):
+        Workbench("up_forward", T=tokens, d=256, n=256, E=4)._attended(1)
+        assert ("T=100, d=256, n=256, E=4 take" in capsys.readouterr().err) == offered
 
 
 def test_a_timeline_in_steps() -> None:
