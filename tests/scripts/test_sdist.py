@@ -156,7 +156,15 @@ def test_metadata(built: Path) -> None:
     data = metadata(built / f"{STEM}-py3-none-any.whl")
     assert (data["Name"], data["Version"]) == ("blazeproto", blazeproto.__version__)
     assert data["Requires-Python"] == ">=3.11" and data["License-Expression"] == "Apache-2.0"
-    assert set(data.get_all("Provides-Extra", [])) == {"cu12", "cu13", "lab", "dev", "docs", *optional.INTEGRATIONS}
+    assert set(data.get_all("Provides-Extra", [])) == {
+        "cu12",
+        "cu13",
+        "laptop",
+        "lab",
+        "dev",
+        "docs",
+        *optional.INTEGRATIONS,
+    }
     required = [Requirement(line) for line in data.get_all("Requires-Dist", [])]
     always = {one.name for one in required if one.marker is None}
     assert always == {"torch", "numpy", "packaging"}
