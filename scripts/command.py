@@ -67,7 +67,7 @@ def need_hopper() -> None:
 
 def _lacks() -> str | None:
     """What keeps the kernels from running here; None if nothing does."""
-    from blazeproto.runtime.arch import missing  # not above: `compare_worker` takes the package of another checkout
+    from blazeproto.runtime.arch import missing  # not above: `compare` takes the package of another checkout
 
     return missing(_capability())
 

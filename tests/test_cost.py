@@ -21,7 +21,6 @@ from blazeproto import cost
 from blazeproto.gemm import PRODUCTS, Sizes
 from blazeproto.lab.calls import CALLS
 from blazeproto.lab.oracle import YARDSTICK, evaluate, make_case
-from scripts.bench import identity
 from scripts.bench.common import SHAPES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,17 +86,6 @@ def test_the_router_s_floors_are_those_of_the_committed_results() -> None:
     for row in rows_of("router"):
         forward, backward = cost.router_floor_ms(Sizes(**row["cfg"], n=8))
         assert (round(forward, 4), round(forward + backward, 4)) == (row["floor_fwd_ms"], row["floor_fwdbwd_ms"])
-
-
-def test_benchmarks_that_time_as_before_are_those_that_are_here() -> None:
-    """What was rewritten is the router's floor, which the two tests above compare with the rows; of the exchange, a path."""
-    files = [path for path in (ROOT / "results").rglob("*.json") if "archive" not in path.parts]
-    rows = [row["of"] for path in files for row in identity.rows_in(json.loads(path.read_text()))]
-    protocols = {of["protocol_identity"]: of["protocol"] for of in rows if "protocol" in of}
-    for then, now in identity.AS_BEFORE.items():
-        assert identity.protocol_identity(protocols[then]) == now, (
-            f"{protocols[then]}: its line of AS_BEFORE is out of date"
-        )
 
 
 def test_the_router_s_floor_is_its_bytes_or_one_pass_of_each_product() -> None:

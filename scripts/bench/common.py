@@ -248,12 +248,12 @@ def now() -> str:
 def stamped(measure: Callable[..., Any], *arguments: Any) -> Any:
     """The row that a benchmark's function makes, or its list of rows, each with what it is of: `of_kernels`, and
 
-    protocol, protocol_identity: the function, and what it and all that it calls were.
+    protocol, version: the benchmark's name and version (`identity.VERSIONS`).
     """
     with identity.launched() as kernels:
         made = measure(*arguments)
     name = identity.name_of(measure)
-    of = of_kernels(kernels) | {"protocol": name, "protocol_identity": identity.protocol_identity(name)}
+    of = of_kernels(kernels) | {"protocol": name, "version": identity.VERSIONS.get(name, 1)}
     return [row | {"of": of} for row in made] if isinstance(made, list) else made | {"of": of}
 
 

@@ -2,7 +2,7 @@
 
     git worktree add .base COMMIT
     python -m scripts.checks.equal_kernels --old .base             # those of the registry and of the committed results
-    python -m scripts.checks.equal_kernels --old .base --write     # extends results/equal_kernels.json
+    python -m scripts.checks.equal_kernels --old .base --write     # extends results/equal.json
 
 Code and constants are compared, without -lineinfo and entry names, and what a launch says: threads, registers, shared memory.
 Rows of the committed results keep their standing by that table.
@@ -29,7 +29,6 @@ from blazeproto.gemm.compile import CompileError, Kernel
 from scripts.bench import identity
 from scripts.command import argument_parser
 
-TABLE = identity.REPOSITORY / "results" / "equal_kernels.json"
 Side = dict[str, dict[str, Any]]  # by identity: a kernel's description, and the hash of its code
 
 
@@ -83,9 +82,9 @@ def side_here(descriptions: list[identity.Description], kept: Path) -> Side:
 def described_in_results() -> list[identity.Description]:
     """The CUDA kernels of all committed results."""
     found: dict[str, identity.Description] = {}
-    for file in sorted(TABLE.parent.rglob("*.json")):
+    for file in sorted(identity.EQUAL.parent.rglob("*.json")):
         record = json.loads(file.read_text())
-        kernels = record.get("kernels", {}) if isinstance(record, dict) and file != TABLE else {}
+        kernels = record.get("kernels", {}) if isinstance(record, dict) and file != identity.EQUAL else {}
         found |= {name: each for name, each in kernels.items() if "file" in each}
     return [*found.values()]
 
@@ -110,7 +109,7 @@ def main() -> None:
     parser = argument_parser("scripts.checks.equal_kernels", __doc__)
     parser.add_argument("--old", type=Path, help="folder of the other checkout")
     parser.add_argument("--kept", type=Path, default=Path(tempfile.gettempdir()) / "equal_kernels.json", help="hashes")
-    parser.add_argument("--write", action="store_true", help="extend results/equal_kernels.json")
+    parser.add_argument("--write", action="store_true", help="extend results/equal.json")
     given = parser.parse_args()
     if given.old is None:  # the process of a checkout, which is asked for its kernels
         print(json.dumps(side_here(json.load(sys.stdin), given.kept)))
@@ -130,7 +129,9 @@ def main() -> None:
         print("differs:", described["file"], described["entry"], described["defines"])
     print(f"{len(old)} kernels before, {len(new)} now: {len(old.keys() - new)} other sources, {len(differ)} other code")
     if given.write:
-        TABLE.write_text(json.dumps(extended(json.loads(TABLE.read_text()), old, new), indent=1) + "\n")
+        identity.EQUAL.write_text(
+            json.dumps(extended(json.loads(identity.EQUAL.read_text()), old, new), indent=1) + "\n"
+        )
     sys.exit(bool(differ))
 
 

@@ -4,8 +4,8 @@
 
 Small layers with tails everywhere: all activations, biases, save policies, all combines, chunks, fp32 weight
 gradients, sentinels, fewer rows than pairs, experts without tokens, Y over act, slices of columns; then the dispatch
-builders, and the fused top-k and its backward: cases of `scripts.checks.compare`, on shapes that a sanitizer gets through. Each
-part runs even if one before it fails.
+builders, and the router's operators: cases of `scripts.checks.compare`, on shapes that a sanitizer gets through. Each part runs
+even if one before it fails.
 """
 
 from __future__ import annotations
@@ -24,10 +24,19 @@ import blazeproto
 from blazeproto.activations import ACTIVATIONS
 from blazeproto.gemm.tiles import FORCED, force
 from blazeproto.lab.oracle import make_block_case, run_block_kernels
-from blazeproto.router import ROUTERS, make_router, topk_route, topk_route_backward
-from scripts.checks.compare_cases import FEW, ONE_EXPERT, Shape, products_of, run_product
-from scripts.checks.compare_layers import Layer, run_layer
-from scripts.checks.compare_routing import METHODS, SCORES, run_dispatch
+from blazeproto.router import ROUTERS, make_router
+from scripts.checks.cases import (
+    FEW,
+    METHODS,
+    ONE_EXPERT,
+    Layer,
+    Shape,
+    products_of,
+    run_dispatch,
+    run_layer,
+    run_product,
+    run_router,
+)
 from scripts.command import argument_parser, need_hopper, some_of
 
 SHAPES = (Shape(37, 72, 40, 5, 3), Shape(300, 136, 264, 4, 2))
@@ -114,27 +123,11 @@ def dispatches() -> Iterator[tuple[str, Callable[[], None]]]:
         yield name, partial(finite, partial(run_dispatch, blazeproto, "cuda", name, shape, routing, method))
 
 
-def choose(score: Any, num_experts: int, top_k: int, dtype: torch.dtype, bias: bool) -> None:
-    """The fused top-k and its backward, with random logits."""
-    logits = torch.randn(77, num_experts, device="cuda").to(dtype)
-    added = torch.randn(num_experts, device="cuda") if bias else None
-    scores, experts = topk_route(logits, top_k, score=score, bias=added)
-    d_logits = topk_route_backward(logits, experts, torch.randn_like(scores), score=score)
-    torch.cuda.synchronize()
-    if not (
-        scores.isfinite().all() and d_logits.isfinite().all() and 0 <= experts.min() <= experts.max() < num_experts
-    ):
-        raise AssertionError(f"wrong: {score} {num_experts} {top_k} {dtype} {bias=}")
-
-
-def choices() -> Iterator[tuple[str, Callable[[], None]]]:
-    """Rows that begin at multiples of 16 bytes and others; a lane a token and several."""
-    kinds = [(score, False) for score in SCORES] + [("sigmoid", True)]
-    for score, bias in kinds:
-        for dtype in (torch.float32, torch.bfloat16):
-            for num_experts, top_k in ((5, 3), (128, 8), (130, 4), (520, 16)):
-                run = partial(choose, score, num_experts, top_k, dtype, bias)
-                yield f"topk_route {score} {num_experts} {top_k} {dtype} {bias=}", run
+def operators() -> Iterator[tuple[str, Callable[[], None]]]:
+    """All operators of the router: rows that begin at multiples of 16 bytes and others, a lane a token and several."""
+    for experts, top_k in ((5, 3), (128, 8), (130, 4), (520, 16)):
+        name = f"operators of the router: E{experts} K{top_k}"
+        yield name, partial(finite, partial(run_router, blazeproto, "cuda", name, experts, top_k, True))
 
 
 def route(name: str, num_tokens: int, num_experts: int, top_k: int, weight_dtype: torch.dtype) -> None:
@@ -163,7 +156,7 @@ def main() -> None:
         "layers": layers,
         "blocks": block_products,
         "dispatches": dispatches,
-        "choices": choices,
+        "operators": operators,
         "routers": routers,
     }
     parser.add_argument("--parts", type=some_of(parts), default=[*parts], help="some of " + ", ".join(parts))

@@ -17,21 +17,22 @@ import torch
 import blazeproto
 from blazeproto import gemm
 from blazeproto.activations import ACTIVATIONS
-from blazeproto.autograd.chunks import chunk_tokens_for, num_chunks
-from scripts.checks import compare, compare_cases, compare_layers, compare_worker
-from scripts.checks.compare_cases import Draw, Shape
+from scripts.checks import cases, compare
+from scripts.checks.cases import Draw, Shape
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = Shape(20, 16, 8, 4, 2)
-PRODUCTS = compare_cases.products_of(gemm)
-LAYERS = list(compare_layers.layers(tuple(ACTIVATIONS)))
+PRODUCTS = cases.products_of(gemm)
+LAYERS = list(cases.layers(tuple(ACTIVATIONS)))
 
 
 @pytest.fixture(scope="module")
-def side() -> Iterator[compare_worker.Side]:
+def loaded() -> Iterator[list[str]]:
+    """A side's cases, in this process."""
     path, environment = list(sys.path), pytest.MonkeyPatch()
     environment.setenv("PYTHONPATH", "")  # which the side sets
-    yield compare_worker.Side(ROOT, "cpu")
+    compare.load(ROOT, "cpu", PRODUCTS)
+    yield compare.names()
     sys.path[:] = path
     environment.undo()
 
@@ -44,32 +45,19 @@ def test_every_public_function_of_a_dispatch_is_there() -> None:
     assert pickle.loads(pickle.dumps(PRODUCTS)) == PRODUCTS
 
 
-def test_cases_have_names_of_their_own_and_every_activation_policy_and_routing(side: compare_worker.Side) -> None:
-    names = side.names(PRODUCTS)
-    assert len(names) == len(set(names))
+def test_cases_have_every_activation_policy_routing_and_router(loaded: list[str]) -> None:
     for activation in ACTIVATIONS:
         for kind in ("product up_forward", "product down_backward_act", "layer"):
-            assert any(name.startswith(kind) and f", {activation}" in name for name in names)
-    drawn = {(layer.options.get("save"), layer.routing, layer.bias) for layer in LAYERS}
-    assert drawn >= {
-        (s, r, b) for s in compare_cases.POLICIES for r in compare_cases.ROUTINGS[:3] for b in (True, False)
-    }
+            assert any(name.startswith(kind) and f", {activation}" in name for name in loaded)
+    drawn = {(layer.options["save"], layer.routing, layer.bias) for layer in LAYERS}
+    assert drawn == {(s, r, b) for s in cases.POLICIES for r in cases.ROUTINGS for b in (True, False)}
     for router in blazeproto.router.ROUTERS:
-        assert f"module: {router}" in names
+        assert f"module: {router}" in loaded
 
 
-def test_chunked_layers_have_several_chunks() -> None:
-    for layer in LAYERS:
-        tokens, d, n, _, top_k = layer.shape
-        if bound := layer.options.get("workspace_bytes"):
-            combine = layer.options.get("combine", "gather")
-            length = chunk_tokens_for(bound, tokens, top_k, d, n, layer.activation, 2, combine=combine)
-            assert num_chunks(tokens, length) >= 3, layer.name
-
-
-@pytest.mark.parametrize("routing", compare_cases.ROUTINGS)
+@pytest.mark.parametrize("routing", cases.ROUTINGS)
 def test_inputs_are_the_same_each_time_and_what_they_say(routing: str) -> None:
-    shape = compare_cases.SMALL
+    shape = cases.SMALL
     first, second = (Draw("a name", "cpu").experts(shape, routing) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first | second)
     assert not torch.equal(first["experts"], Draw("another", "cpu").experts(shape, routing)["experts"])
@@ -85,49 +73,47 @@ def test_inputs_are_the_same_each_time_and_what_they_say(routing: str) -> None:
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_a_product_s_options_are_taken(name: str) -> None:
     """None is refused, and an output depends on each."""
-    made = compare_cases.run_product(
-        blazeproto, "cpu", "a title", PRODUCTS[name], TINY, "sentinels", "swiglu", crossed=True
-    )
+    made = cases.run_product(blazeproto, "cpu", "a title", PRODUCTS[name], TINY, "sentinels", "swiglu", crossed=True)
     assert all(isinstance(output, torch.Tensor) for output in made.values()), made
     product = PRODUCTS[name]
     assert len(made) >= sum(len(call.outputs) for call in product.calls.values())
 
 
-def test_a_refusal_is_an_output(side: compare_worker.Side) -> None:
-    side.cases["refused"] = compare_cases.Case("refused", lambda: {"low": "ValueError: low: no"})
-    assert side.run("refused")["hashes"] == {"low": "ValueError: low: no"}
+def test_a_refusal_is_an_output(loaded: list[str]) -> None:
+    refused = cases.Layer(TINY, activation="no such")
+    compare.HERE.cases["refused"] = cases.Case("", lambda: cases.attempted(cases.run_layer, blazeproto, "cpu", refused))
+    (text,) = compare.run("refused")["hashes"].values()
+    assert text.startswith("ValueError: activation: expected ")
 
 
-def test_outputs_that_are_not_finite_fail(side: compare_worker.Side) -> None:
+def test_outputs_that_are_not_finite_fail(loaded: list[str]) -> None:
     for finite in (True, False):
-        case = compare_cases.Case("nan", lambda: {"out": torch.tensor([1.0, float("nan")])}, finite=finite)
-        side.cases["nan"] = case
+        case = cases.Case("nan", lambda: {"out": torch.tensor([1.0, float("nan")])}, finite=finite)
+        compare.HERE.cases["nan"] = case
         if finite:
-            with pytest.raises(ValueError, match="out: expected finite"):
-                side.run("nan")
-    assert side.run("nan")["hashes"].keys() == {"out"}
+            assert compare.run("nan") == {"error": "ValueError: out: expected finite values"}
+    assert compare.run("nan")["hashes"].keys() == {"out"}
 
 
 def test_a_hash_tells_bytes_shapes_and_dtypes_apart() -> None:
-    zero, digest = torch.zeros(2, 3), compare_worker.digest
+    zero, digest = torch.zeros(2, 3), compare.digest
     others = [-zero, zero.reshape(3, 2), zero.int(), zero.bfloat16(), zero[:1], zero[:0]]
     assert len({digest(tensor) for tensor in (zero, *others)}) == 7
     assert digest(zero.T) == digest(zero.T.contiguous())
 
 
-@pytest.mark.parametrize("kind", ["module", "lora", "router"])
-def test_a_step_that_is_timed_runs_twice(kind: str, side: compare_worker.Side) -> None:
-    side.load(kind, TINY)
-    first, second = side.step(), side.step()
-    assert all(torch.equal(a, b) and a.isfinite().all() and a.any() for a, b in zip(first, second, strict=True))
-    side.unload()
+@pytest.mark.parametrize("kind", cases.STEPS)
+def test_a_step_that_is_timed_runs_twice(kind: str) -> None:
+    step = cases.STEPS[kind](blazeproto, "cpu", TINY)
+    first, second = step(), step()
+    assert all(torch.equal(a, b) and a.isfinite().all() and a.any() for a, b in zip(first[:2], second[:2], strict=True))
 
 
 def test_another_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", "")
     with pytest.raises(ImportError, match="expected blazeproto in"):
-        compare_worker.package_of(tmp_path)
+        compare.load(tmp_path, "cpu", PRODUCTS)
 
 
 # --- Two sides -----------------------------------------------------------------------------------------------------------
@@ -152,36 +138,23 @@ def test_a_planted_difference_is_found_and_nothing_else(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "blazeproto", old / "blazeproto", ignore=shutil.ignore_patterns("__pycache__"))
     with (old / "blazeproto" / "activations.py").open("a") as file:
         file.write(PLANTED)
-    layer = "layer: T300 d136 n72 E7 K3"
-    only = [word for name in ("relu2", "relu") for word in ("--only", f"{layer}, {name}, fixed, bias, save")]
-    found = compared(old, *only, "--only", "router hash: E7", "--out", str(out))
+    few = [(number, layer) for number, layer in enumerate(LAYERS) if layer.shape == cases.SMALL and layer.needs]
+    wrong = next(number for number, layer in few if layer.activation == "relu2" and layer.options.keys() == {"save"})
+    right = next(number for number, layer in few if layer.activation == "relu" and layer.options.keys() == {"save"})
+    only = [word for number in (wrong, right) for word in ("--only", f"layer {number}:")]
+    found = compared(old, *only, "--only", "dispatch: T9 d16 n24 E64 K2, fixed, tiled", "--out", str(out))
     assert found.returncode == 1 and found.stdout.endswith("FAILS\n"), found.stdout + found.stderr
     record = json.loads(out.read_text())["bits"]
-    assert record["cases"] == 3 + 3 + 1
-    assert len(record["differing"]) == 3 and all(", relu2," in name for name in record["differing"])
-    assert all("out" in text for text in record["differing"].values())
-    assert "7 cases, 3 of which differ" in found.stdout
+    assert record["cases"] == 3
+    ((name, text),) = record["differing"].items()
+    assert name.startswith(f"layer {wrong}:") and "out" in text
+    assert "3 cases, 1 of which differs" in found.stdout
 
 
 @pytest.mark.full
 def test_nothing_compared_is_nothing_shown() -> None:
     found = compared(ROOT, "--only", "no such case")
     assert found.returncode == 1 and found.stdout.endswith("FAILS\n")
-
-
-def test_a_process_that_ends_is_told() -> None:
-    worker = compare.Worker(ROOT / "docs", "cpu")  # which has no package
-    with pytest.raises(compare.Failed, match="the process has ended with code 1"):
-        worker.ask("names", PRODUCTS)
-    worker.close()
-
-
-def test_a_request_that_raises_is_told_and_the_next_is_answered() -> None:
-    worker = compare.Worker(ROOT, "cpu")
-    with pytest.raises(compare.Failed, match="KeyError: 'no such case'"):
-        worker.ask("run", "no such case")
-    assert "module: top_k" in worker.ask("names", PRODUCTS)
-    worker.close()
 
 
 # --- What differs --------------------------------------------------------------------------------------------------------

@@ -32,7 +32,8 @@ def run(label: str, ours: float, measured: str = "2026-11-27 20:00 UTC", of: Row
     about: Row = {
         "gpu": "NVIDIA H200, 580",
         "kernels": {"up": "a"},
-        "protocol_identity": "b",
+        "protocol": "b",
+        "version": 1,
         "versions": "torch 2.11.0",
     }
     cfg = {"T": 16384, "d": 2048, "n": 768, "E": 128, "K": 8}
@@ -168,7 +169,7 @@ def test_a_plot_s_legend_is_whole_and_its_colours_differ(tmp_path: Path, monkeyp
     assert len({*plot_results.COLORS.values()}) == len(plot_results.COLORS)
 
 
-@pytest.mark.parametrize("key", ["gpu", "kernels", "protocol_identity"])
+@pytest.mark.parametrize("key", ["gpu", "kernels", "protocol"])
 def test_runs_of_others_do_not_go_together(key: str) -> None:
     runs = [run(MODEL, 10.0, sonic=11.0), run(MODEL, 10.0, sonic=11.0, of={key: "another"})]
     with pytest.raises(ValueError, match=f"runs: expected one GPU, .* of {MODEL}, got others"):
@@ -179,7 +180,8 @@ def test_runs_of_others_do_not_go_together(key: str) -> None:
 
 
 def test_runs_of_kernels_with_the_same_machine_code_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity, "equal_kernels", lambda: {"kernels": {"earlier": "todays"}, "descriptions": {}})
+    equal = {"kernels": {"earlier": "todays"}, "descriptions": {}, "benchmarks": {}}
+    monkeypatch.setattr(identity, "equal", lambda: equal)
     runs = [run(MODEL, 10.0, of={"kernels": [name]}) for name in ("earlier", "todays", "another")]
     assert together(runs[:2])["programs"]["blazeproto"]["fwdbwd_ms"] == 10.0
     with pytest.raises(ValueError, match="one set of kernels"):

@@ -56,7 +56,7 @@ def test_every_short_form_measures_its_cases(measured: Path) -> None:
         assert [{key: row[key] for key in keys[0]} for row in record["rows"]] == keys
         for row in record["rows"]:
             assert not earlier(row), "a row of today's benchmark"
-            assert {"gpu", "measured", "versions", "kernels", "protocol_identity"} <= row["of"].keys()
+            assert {"gpu", "measured", "versions", "kernels", "protocol", "version"} <= row["of"].keys()
         assert record["protocol"].startswith("Whole layers in bf16")
 
 

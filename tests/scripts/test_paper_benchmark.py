@@ -69,7 +69,7 @@ def test_every_short_form_measures_its_cases(measured: Path) -> None:
         ]
         for row in record["rows"]:
             assert not earlier(row), "a row of today's benchmark"
-            assert {"gpu", "measured", "versions", "protocol_identity"} <= row["of"].keys()
+            assert {"gpu", "measured", "versions", "protocol", "version"} <= row["of"].keys()
         assert record["protocol"].startswith("Layers in bf16")
 
 
@@ -166,7 +166,7 @@ def test_a_run_that_is_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     assert [row["label"] for row in record["rows"]] == ["a", "c", "d"]
     assert record["failed"] == {str(cases[1]): "OutOfMemoryError: no memory"}
     assert run()[0] == ["b"] and run("--again")[0] == [*"abcd"]
-    record["rows"][0]["of"]["protocol_identity"] = "another benchmark"
+    record["rows"][0]["of"]["version"] = 0
     (tmp_path / "combine.json").write_text(json.dumps(record))
     assert run()[0] == ["a", "b"], "a's row is of another benchmark"
     assert run("--time-budget", "0")[0] == []

@@ -211,7 +211,7 @@ def test_a_row_of_earlier_kernels_is_marked_where_it_stands(results: Path) -> No
 
 def test_a_row_of_an_earlier_benchmark_has_a_mark_of_its_own() -> None:
     row = module_row(8192, 256, 256, 128, 4)
-    other = {"of": OF["of"] | {"protocol": "scripts.bench.module.measure", "protocol_identity": "0"}}
+    other = {"of": OF["of"] | {"protocol": "scripts.bench.module.measure", "version": 0}}
     table = module_tables.module_table({"rows": [row, row | other, row | EARLIER]})
     assert [line.count("†") + 2 * line.count("‡") for line in table.splitlines()[2:5]] == [0, 2, 1]
     assert table.endswith("†: of earlier kernels. ‡: by an earlier form of the benchmark.")

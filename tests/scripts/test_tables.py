@@ -16,7 +16,7 @@ OF = {
     "gpu": "GPU",
     "measured": "2026-11-27 20:00 UTC",
     "kernels": {},
-    "protocol_identity": "",
+    "version": 1,
     "versions": "torch 2.13.0",
 }
 
