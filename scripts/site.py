@@ -2,8 +2,8 @@
 
     python -m scripts.site
 
-Links are written for a reader of the repository. In the site a page of docs/ has its own name, README is the first page, a
-notebook is a page, and a source that a page links to is a page with its text; links are turned accordingly. What is wrong with
+Links are written for a reader of the repository. In the site a page of docs/ has its own name, README's first screen is the
+landing page, a notebook is a page, and a source that a page links to is a page with its text; links are turned accordingly. What is wrong with
 a link, a reference or a docstring ends the build.
 """
 
@@ -24,6 +24,7 @@ FROM_ROOT = {
     "CHANGELOG.md": "changelog.md",
     "ptxsim/README.md": "ptxsim.md",
 }
+LANDING_ENDS = "\n## The lab\n"  # README's first screen is the landing page
 LANGUAGE = {".py": "python", ".cu": "cuda", ".cuh": "cuda"}  # of files that become pages
 STYLE = "docs/site.css"
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
@@ -115,7 +116,9 @@ def stage() -> None:
         suffix, linked = PurePosixPath(path).suffix, list[str]()
         content: str | bytes
         if suffix == ".md":
-            content, linked = turn_links(keep_shapes_whole((ROOT / path).read_text()), path)
+            text = (ROOT / path).read_text()
+            shown = text.partition(LANDING_ENDS)[0] if path == "README.md" else text
+            content, linked = turn_links(keep_shapes_whole(shown), path)
         elif suffix == ".ipynb":
             content, linked = notebook_page(path)
         elif suffix in LANGUAGE:

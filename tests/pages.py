@@ -7,6 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
+EDITS = {"recipes.md"}  # whose blocks change the sources: test_recipes.py makes them
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FOR_A_GPU = "# on a Hopper GPU\n"  # how a block begins that nothing else runs
 AXOLOTL = ("axolotl", "axolotl.integrations", "axolotl.integrations.base")
@@ -24,12 +25,17 @@ AFTERWARDS = {"transformers.md": USED + MASKED, "peft.md": USED}  # what must be
 
 
 def pages() -> list[str]:
-    """The pages of docs/ that have blocks of Python, by name."""
-    return sorted(page.name for page in DOCS.glob("*.md") if BLOCK.search(page.read_text()))
+    """The pages of docs/ whose blocks of Python are programs, by name."""
+    return sorted({page.name for page in DOCS.glob("*.md") if BLOCK.search(page.read_text())} - EDITS)
 
 
 def program(page: str, *, hopper: bool) -> str:
     """hopper: with the blocks for a GPU."""
-    blocks = BLOCK.findall((DOCS / page).read_text())
+    blocks = blocks_of(DOCS / page)
     kept = [block for block in blocks if hopper or not block.startswith(FOR_A_GPU)]
     return "\n".join([STAND_INS.get(page, ""), *kept, AFTERWARDS.get(page, "")])
+
+
+def blocks_of(page: Path) -> list[str]:
+    found: list[str] = BLOCK.findall(page.read_text())
+    return found
