@@ -31,11 +31,6 @@ def pages() -> list[str]:
 
 def program(page: str, *, hopper: bool) -> str:
     """hopper: with the blocks for a GPU."""
-    blocks = blocks_of(DOCS / page)
+    blocks = BLOCK.findall((DOCS / page).read_text())
     kept = [block for block in blocks if hopper or not block.startswith(FOR_A_GPU)]
     return "\n".join([STAND_INS.get(page, ""), *kept, AFTERWARDS.get(page, "")])
-
-
-def blocks_of(page: Path) -> list[str]:
-    found: list[str] = BLOCK.findall(page.read_text())
-    return found

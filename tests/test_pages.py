@@ -60,7 +60,7 @@ def test_the_python_of_readme_and_pages_type_checks(tmp_path: Path) -> None:
     ]
     for source in sources:
         name = "_".join(source.relative_to(pages.ROOT).with_suffix("").parts)
-        (tmp_path / f"{name}.py").write_text("\n".join(pages.blocks_of(source)))
+        (tmp_path / f"{name}.py").write_text("\n".join(pages.BLOCK.findall(source.read_text())))
     command = [sys.executable, "-m", "mypy", "--config-file", str(pages.ROOT / "pyproject.toml"), *TYPES, str(tmp_path)]
     done = subprocess.run(command, cwd=pages.ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout

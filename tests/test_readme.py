@@ -64,14 +64,6 @@ def test_the_session_of_the_lab_runs_on_a_cpu(tmp_path: Path, simulator: str) ->
     assert "reopen()" in again.stderr and 'reopen("my_kernels")' in BLOCKS[1], "a second run is told how to go on"
 
 
-def test_what_the_layer_runs_on_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    names: dict[str, object] = {}
-    exec(compile(BLOCKS[0], "README.md", "exec"), names)
-    assert "`layer.runs_on()`" in README
-    exec("print(layer); found = layer.runs_on()", names)
-    assert f"backend=auto ({names['found']})" in capsys.readouterr().out
-
-
 def test_the_options_of_train_lm_are_its_own() -> None:
     options = {
         word for args in re.findall(r"ARGS='?([^'`]+)", INSTALL) for word in args.split() if word.startswith("--")

@@ -45,7 +45,9 @@ OTHERS = {
 }
 NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
 PAGE = PACKAGE.parent / "docs/reading.md"
-COUNT = re.compile(r"^\| (`[\w/.]+`|package .+ files|\*\*all\*\*) \| [\d*]* ?\|", re.MULTILINE)  # a file and its count
+COUNT = re.compile(
+    r"^\| (\[`([\w/.]+)`\].+?|package .+?|\*\*all\*\*) \| [\d*]* ?\|", re.MULTILINE
+)  # a file and its count
 COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 
 
@@ -126,11 +128,11 @@ def page_with(counts: dict[str, int], page: str) -> str:
     """docs/reading.md with the counts. Packages' __init__.py share a row, and the last row has the total."""
     packages = sum(count for name, count in counts.items() if name.endswith("__init__.py"))
     cells = {
-        **{f"`{name}`": f"{count}" for name, count in counts.items()},
+        **{name: f"{count}" for name, count in counts.items()},
         "package `__init__.py` files": f"{packages}",
         "**all**": f"**{sum(counts.values())}**",
     }
-    return COUNT.sub(lambda row: f"| {row[1]} | {cells.get(row[1], '')} |", page)
+    return COUNT.sub(lambda row: f"| {row[1]} | {cells.get(row[2] or row[1], '')} |", page)
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ def test_a_bf16_layer_runs_little_code() -> None:
     assert total == [str(sum(files.values())), f"in all, {len(files)} files"]
     assert sum(files.values()) <= CEILING
     page = PAGE.read_text()
-    listed = re.findall(r"^\| `([\w/.]+)` \|", page, re.MULTILINE)
+    listed = re.findall(r"^\| \[`([\w/.]+)`\]", page, re.MULTILINE)
     assert sorted(listed) == sorted(name for name in files if not name.endswith("__init__.py"))
     assert page_with(files, page) == page, "python -m scripts.checks.path --write"
 
