@@ -105,14 +105,3 @@ def test_the_map_names_every_page() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     places = [place for place in re.findall(r"\]\(([^)#]+)", page.read_text()) if not place.startswith("http")]
     assert not [place for place in places if not (page.parent / place).exists()]
-
-
-def test_our_own_nouns_are_twelve_at_most() -> None:
-    glossary = (ROOT / "docs" / "glossary.md").read_text()
-    own = glossary[glossary.index("## Our own nouns") : glossary.index("## The field's terms")]
-    rows = [line for line in own.splitlines() if line.startswith("| ")][2:]
-    assert 1 <= len(rows) <= 12
-    for row in rows:
-        meaning = row.split("|")[2].strip()
-        assert meaning.endswith("."), f"{row}: a sentence"
-        assert meaning.count(". ") == 0, f"{row}: one sentence"
