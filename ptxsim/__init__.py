@@ -1,7 +1,7 @@
 """An interpreter of PTX in NumPy: kernels for Hopper and older GPUs run without a GPU, races are reported by source line.
 
->>> report = ptxsim.run("kernel.cu", grid=2, block=64, arguments=[x, out, len(x)])    # NumPy arrays, written in place
->>> report.races
+    report = ptxsim.run("kernel.cu", grid=2, block=64, arguments=[x, out, len(x)])    # NumPy arrays, written in place
+    report.races
 
 From a shell: ``python -m ptxsim kernel.cu --grid 2 --block 64 ...``.
 """

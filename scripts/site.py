@@ -2,9 +2,9 @@
 
     python -m scripts.site
 
-Links are written for a reader of the repository. In the site a page of docs/ has its own name, README is the first page, a
-notebook is a page, and a source that a page links to is a page with its text; links are turned accordingly. What is wrong with
-a link, a reference or a docstring ends the build.
+Links are written for a reader of the repository. In the site a page of docs/ has its own name, README's first screen is the
+landing page, a notebook is a page, and a source that a page links to is a page with its text; links are turned accordingly. A
+wrong link, reference or docstring ends the build.
 """
 
 import os
@@ -24,6 +24,7 @@ FROM_ROOT = {
     "CHANGELOG.md": "changelog.md",
     "ptxsim/README.md": "ptxsim.md",
 }
+LANDING_ENDS = "<!-- the landing page ends here -->"  # in README
 LANGUAGE = {".py": "python", ".cu": "cuda", ".cuh": "cuda"}  # of files that become pages
 STYLE = "docs/site.css"
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
@@ -115,7 +116,8 @@ def stage() -> None:
         suffix, linked = PurePosixPath(path).suffix, list[str]()
         content: str | bytes
         if suffix == ".md":
-            content, linked = turn_links(keep_shapes_whole((ROOT / path).read_text()), path)
+            shown = (ROOT / path).read_text().partition(LANDING_ENDS)[0]
+            content, linked = turn_links(keep_shapes_whole(shown), path)
         elif suffix == ".ipynb":
             content, linked = notebook_page(path)
         elif suffix in LANGUAGE:

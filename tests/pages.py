@@ -7,6 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
+EDITS = {"recipes.md"}  # whose blocks change the sources: test_recipes.py makes them
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FOR_A_GPU = "# on a Hopper GPU\n"  # how a block begins that nothing else runs
 AXOLOTL = ("axolotl", "axolotl.integrations", "axolotl.integrations.base")
@@ -24,8 +25,8 @@ AFTERWARDS = {"transformers.md": USED + MASKED, "peft.md": USED}  # what must be
 
 
 def pages() -> list[str]:
-    """The pages of docs/ that have blocks of Python, by name."""
-    return sorted(page.name for page in DOCS.glob("*.md") if BLOCK.search(page.read_text()))
+    """The pages of docs/ whose blocks of Python are programs, by name."""
+    return sorted({page.name for page in DOCS.glob("*.md") if BLOCK.search(page.read_text())} - EDITS)
 
 
 def program(page: str, *, hopper: bool) -> str:

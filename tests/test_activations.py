@@ -127,7 +127,7 @@ def test_slopes_where_they_jump() -> None:
         assert row.g_slope(mathematics(array), array, *row.values).tolist() == [1, 1, 0, 0]
 
 
-# --- An activation added as CONTRIBUTING says -------------------------------------------------------------------------------
+# --- An activation added as docs/recipes.md says -----------------------------------------------------------------------------
 
 ROWS = """_ROWS = (
     Activation("square", "SQUARE", lambda m, x: x * x, lambda m, x: 2 * x),

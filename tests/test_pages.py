@@ -1,4 +1,4 @@
-"""What the pages of docs/ give to paste runs: their Python with tiny models, and their commands' options exist."""
+"""The Python of README and pages runs, with tiny models, and type-checks; commands have the options that pages give them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from tests import pages
+
+TYPES = ("--allow-untyped-defs", "--ignore-missing-imports")  # a page may leave out annotations, and import axolotl
 
 
 @pytest.fixture
@@ -47,6 +49,21 @@ def test_the_python_of_a_page_runs(page: str) -> None:
 @pytest.mark.parametrize("page", pages.pages())
 def test_the_python_of_a_page_runs_on_a_gpu(page: str) -> None:
     run(page, hopper=True)
+
+
+@pytest.mark.full
+def test_the_python_of_readme_and_pages_type_checks(tmp_path: Path) -> None:
+    sources = [
+        pages.ROOT / "README.md",
+        pages.ROOT / "ptxsim/README.md",
+        *(pages.DOCS / page for page in pages.pages()),
+    ]
+    for source in sources:
+        name = "_".join(source.relative_to(pages.ROOT).with_suffix("").parts)
+        (tmp_path / f"{name}.py").write_text("\n".join(pages.BLOCK.findall(source.read_text())))
+    command = [sys.executable, "-m", "mypy", "--config-file", str(pages.ROOT / "pyproject.toml"), *TYPES, str(tmp_path)]
+    done = subprocess.run(command, cwd=pages.ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 # --- Examples in docstrings, which the API pages show ------------------------------------------------------------------------

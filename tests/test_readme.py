@@ -14,6 +14,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+INSTALL, MAP = ((ROOT / "docs" / page).read_text() for page in ("install.md", "map.md"))
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "results/README.md")]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
@@ -37,7 +38,7 @@ def test_the_session_of_the_lab_runs_on_a_cpu(tmp_path: Path, simulator: str) ->
     """And `check`, at a small size, before the edit and after it; in a process of its own, for Numba decides at its import
     whether to simulate."""
     environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": simulator, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    assert "CUDASIM" not in README and "Start `ipython`" in README and "`bench.check()`" in README
+    assert "CUDASIM" not in README
     large, small, check = (
         "T=4096, d=512, n=512, E=16, K=4",
         "T=20, d=16, n=16, E=2, K=1",
@@ -50,7 +51,7 @@ def test_the_session_of_the_lab_runs_on_a_cpu(tmp_path: Path, simulator: str) ->
     assert run.returncode == 0, run.stderr
     assert "imbalance" in run.stdout, "the picture of a dispatch"
     assert "registers" in run.stdout, "that of a kernel"
-    assert ".text.up_forward" in run.stdout, "its SASS"
+    assert "wgmma.cuh" in run.stdout and "HGMMA" in run.stdout, "its SASS by source line"
     assert "\n+    return {up + 1.0f, 1.0f};\n" in run.stdout, "the edit"
     assert [line for line in run.stdout.splitlines() if line in ("True", "False")] == ["True", "False"]
     before, after = (int(line) for line in run.stdout.splitlines() if line.isdigit())
@@ -63,27 +64,14 @@ def test_the_session_of_the_lab_runs_on_a_cpu(tmp_path: Path, simulator: str) ->
     assert "reopen()" in again.stderr and 'reopen("my_kernels")' in BLOCKS[1], "a second run is told how to go on"
 
 
-def test_what_the_layer_runs_on_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    names: dict[str, object] = {}
-    exec(compile(BLOCKS[0], "README.md", "exec"), names)
-    assert "`print(layer)` and `layer.runs_on()`" in README
-    exec("print(layer); found = layer.runs_on()", names)
-    assert f"backend=auto ({names['found']})" in capsys.readouterr().out
-
-
 def test_the_options_of_train_lm_are_its_own() -> None:
     options = {
-        word for args in re.findall(r"ARGS='?([^'`]+)", README) for word in args.split() if word.startswith("--")
+        word for args in re.findall(r"ARGS='?([^'`]+)", INSTALL) for word in args.split() if word.startswith("--")
     }
     assert {"--resume", "--steps", "--sample"} <= options
     command = [sys.executable, "-m", "scripts.train_lm", "--help"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
     assert not [option for option in options if option not in listed]
-
-
-def test_why_this_and_not_another() -> None:
-    lines = next(part for part in README.split("\n\n") if part.startswith("Why not")).splitlines()
-    assert len(lines) == 2 and all(name in lines[0] for name in ("grouped_mm", "MegaBlocks"))
 
 
 def test_the_extras_of_the_pages_are_there() -> None:
@@ -97,29 +85,23 @@ def test_the_extras_of_the_pages_are_there() -> None:
     assert {"cu12", "lab", "peft"} <= named <= extras.keys()
 
 
-def test_readme_is_short() -> None:
-    assert len(README.encode()) <= 8192
+def test_readme_fits_on_two_screens() -> None:
+    assert len(README) <= 6000
     assert README.count("| --- |") == 1, "one table"
-    assert README.count("![") == 1, "one plot"
+    assert "small" not in README.partition("<!-- results:readme -->")[0]
 
 
-def test_readme_cites_its_sources() -> None:
-    cited = README[README.index("## Sources") :]
+def test_the_map_cites_the_sources() -> None:
+    cited = MAP[MAP.index("## Sources") :]
     assert not [source for source in SOURCES if source not in cited]
+
+
+def test_the_map_names_every_page() -> None:
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.parent == ROOT / "docs"]
+    assert not [page for page in pages if f"]({page})" not in MAP and page != "map.md"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     places = [place for place in re.findall(r"\]\(([^)#]+)", page.read_text()) if not place.startswith("http")]
     assert not [place for place in places if not (page.parent / place).exists()]
-
-
-def test_our_own_nouns_are_twelve_at_most() -> None:
-    glossary = (ROOT / "docs" / "glossary.md").read_text()
-    own = glossary[glossary.index("## Our own nouns") : glossary.index("## The field's terms")]
-    rows = [line for line in own.splitlines() if line.startswith("| ")][2:]
-    assert 1 <= len(rows) <= 12
-    for row in rows:
-        meaning = row.split("|")[2].strip()
-        assert meaning.endswith("."), f"{row}: a sentence"
-        assert meaning.count(". ") == 0, f"{row}: one sentence"

@@ -1,5 +1,5 @@
-"""CONTRIBUTING's recipes, done as they are written: each in a copy of the sources, its files counted. The programs of some run
-there, and in the full set those of all, and their commands; tests/test_activations.py does so with one change in every run.
+"""The recipes of docs/recipes.md, carried out as written: each in a copy of the sources, its files counted. The programs of some
+run there, and in the full set those of all, and their commands; tests/test_activations.py does so with one change in every run.
 
 A recipe begins with its name in bold. A block of code whose first line is a comment with a path is an edit; one that begins with
 "# afterwards" is a program that runs then, and a block of commands is run after that.
@@ -58,8 +58,8 @@ class Recipe(NamedTuple):
 
 
 def recipes() -> dict[str, Recipe]:
-    """By name, those of "How to add" that have edits. How many files each may cost: the table of "Where things go"."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
+    """By name, those of "How to add" that have edits. How many files each may cost: the table before."""
+    text = (ROOT / "docs/recipes.md").read_text()
     limits = {name: int(count) for name, count in re.findall(r"^\| (.+?) \| .+ \| (\d+) \|$", text, re.MULTILINE)}
     section = text.partition("## How to add")[2].partition("\n## ")[0]
     parts = re.split(r"^\*\*(.+?)\.\*\*", section, flags=re.MULTILINE)[1:]

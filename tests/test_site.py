@@ -7,7 +7,6 @@ import json
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,11 +20,6 @@ API = "\n".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"
 MODULES = re.findall(r"^::: (\S+)$", API, flags=re.MULTILINE)
 
 
-def leaves(nav: list[Any]) -> list[str]:
-    """The pages of a navigation, in order."""
-    return [page for entry in nav for to in entry.values() for page in ([to] if isinstance(to, str) else leaves(to))]
-
-
 def prose(page: str) -> str:
     """A page's Markdown; of a notebook its Markdown cells."""
     text = (ROOT / page).read_text()
@@ -34,8 +28,17 @@ def prose(page: str) -> str:
     return "\n\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown")
 
 
-def test_every_page_is_in_the_navigation_once() -> None:
-    assert sorted(leaves(PROJECT["nav"])) == sorted(map(site.place, site.pages()))
+def test_the_navigation_has_twelve_entries_and_leads_to_every_page_in_a_click() -> None:
+    sources = {site.place(page): page for page in site.pages()}
+    entries = [sources[to] for entry in PROJECT["nav"] for to in entry.values()]
+    assert len(entries) == len({*entries}) <= 12
+    linked = {path for entry in entries for path in site.turn_links(prose(entry), entry)[1]}
+    assert not {*sources.values()} - {*entries} - linked
+
+
+def test_the_landing_page_is_the_first_screen_of_readme() -> None:
+    shown, _, rest = prose("README.md").partition(site.LANDING_ENDS)
+    assert "make train" in shown and "## Other GPUs" in rest
 
 
 def test_every_public_module_has_its_place_in_the_api() -> None:

@@ -1,6 +1,7 @@
 """How much code a bf16 layer runs, forward and backward on the Hopper backend, file by file.
 
-    python -m scripts.checks.path
+    python -m scripts.checks.path            # lists them
+    python -m scripts.checks.path --write    # and fills in the counts of docs/reading.md
 
 A layer is made and trained for two batches on a stand-in for the GPU (stand_in.py). A file counts, whole:
 
@@ -21,7 +22,6 @@ import io
 import re
 import sys
 import tokenize
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from inspect import CO_OPTIMIZED
@@ -44,6 +44,10 @@ OTHERS = {
     "lab": {"gemm/cuda/timeline.cuh"},
 }
 NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
+PAGE = PACKAGE.parent / "docs/reading.md"
+COUNT = re.compile(
+    r"^\| (\[`([\w/.]+)`\].+?|package .+?|\*\*all\*\*) \| [\d*]* ?\|", re.MULTILINE
+)  # a file and its count
 COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 
 
@@ -120,15 +124,25 @@ def path_of_a_layer() -> dict[str, int]:
     return {name: counts[name] for name in sorted(counts.keys() - set[str]().union(*OTHERS.values()))}
 
 
+def page_with(counts: dict[str, int], page: str) -> str:
+    """docs/reading.md with the counts. Packages' __init__.py share a row, and the last row has the total."""
+    packages = sum(count for name, count in counts.items() if name.endswith("__init__.py"))
+    cells = {
+        **{name: f"{count}" for name, count in counts.items()},
+        "package `__init__.py` files": f"{packages}",
+        "**all**": f"**{sum(counts.values())}**",
+    }
+    return COUNT.sub(lambda row: f"| {row[1]} | {cells.get(row[2] or row[1], '')} |", page)
+
+
 def main() -> None:
-    argument_parser("scripts.checks.path", __doc__).parse_args()
-    rooms, lines = defaultdict[str, dict[str, int]](dict), path_of_a_layer()
-    for name, count in lines.items():
-        rooms[name.rpartition("/")[0] or "top level"][name] = count
-    for room, files in rooms.items():
-        print(*(f"{count:6}  {name}" for name, count in files.items()), sep="\n")
-        print(f"{sum(files.values()):6}  {room}, {len(files)} files\n")
-    print(f"{sum(lines.values()):6}  in all, {len(lines)} files")
+    parser = argument_parser("scripts.checks.path", __doc__)
+    parser.add_argument("--write", action="store_true", help="fill in the counts of docs/reading.md")
+    write, counts = parser.parse_args().write, path_of_a_layer()
+    print(*(f"{count:6}  {name}" for name, count in counts.items()), sep="\n")
+    print(f"{sum(counts.values()):6}  in all, {len(counts)} files")
+    if write:
+        PAGE.write_text(page_with(counts, PAGE.read_text()))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.checks.path import OTHERS, is_table, lines_of_code, modules_that_run
+from scripts.checks.path import OTHERS, PAGE, is_table, lines_of_code, modules_that_run, page_with
 from scripts.checks.stand_in import PACKAGE
 
 CEILING = 10_288
@@ -24,10 +24,10 @@ def test_a_bf16_layer_runs_little_code() -> None:
     files = {name: int(count) for count, name in rows if (PACKAGE / name).is_file()}
     assert total == [str(sum(files.values())), f"in all, {len(files)} files"]
     assert sum(files.values()) <= CEILING
-    # The map's reading order names each of them, and no other.
-    order = (PACKAGE.parent / "docs/map.md").read_text().partition("## One layer, in reading order")[2]
-    listed = set(re.findall(r"[\w/]+\.(?:py|cuh?)\b", order.partition("1. ")[2]))
-    assert {Path(name).name for name in listed} == {Path(name).name for name in files} - {"__init__.py"}
+    page = PAGE.read_text()
+    listed = re.findall(r"^\| \[`([\w/.]+)`\]", page, re.MULTILINE)
+    assert sorted(listed) == sorted(name for name in files if not name.endswith("__init__.py"))
+    assert page_with(files, page) == page, "python -m scripts.checks.path --write"
 
 
 def test_files_that_do_not_count_are_there() -> None:
