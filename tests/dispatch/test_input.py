@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from blazeproto.dispatch import build_dispatch, build_dispatch_varying, prepare_dispatch, reference, workspace_bytes
+from blazeproto.dispatch import (
+    build,
+    build_dispatch,
+    build_dispatch_varying,
+    prepare_dispatch,
+    reference,
+    workspace_bytes,
+)
 from blazeproto.dispatch.build import MAX_PAIRS, fill_dispatch
 from blazeproto.runtime import arrays, memory
 
@@ -208,3 +216,18 @@ def test_a_bad_dtype_of_ids_to_prepare_for_is_named():
 def test_a_layers_ids(ids, num_experts):
     with pytest.raises(ValueError, match=r"topk_experts: expected int32 or int64 \(T, K\) or \(P,\), K >= 1, at most"):
         fill_dispatch(ids, num_experts, ())
+
+
+def test_a_layers_lists(monkeypatch):
+    """int64 ids get a place for their copy, and fewer rows than pairs one for the overflow."""
+    calls = []
+
+    def method(name, capacity):
+        run = lambda ids, lists, workspace, *rest: calls.append((len(lists), capacity, rest[:3]))  # noqa: E731
+        return SimpleNamespace(workspace_bytes=lambda *shape: 4, run=run)
+
+    monkeypatch.setattr(build, "_method", method)
+    monkeypatch.setattr(arrays, "current_stream", lambda array: 7)
+    for ids, rows in ((torch.zeros(4, 2).int(), 8), (torch.zeros(4, 2).long(), 8), (torch.zeros(8).long(), 5)):
+        fill_dispatch(ids, 3, tuple(torch.zeros(size, dtype=torch.int32) for size in (rows, 4, 8)))
+    assert calls == [(3, None, (4, 2, 3)), (4, None, (4, 2, 3)), (5, 5, (8, 1, 3))]
