@@ -65,7 +65,8 @@ class Case:
         return self.gradients(self.forward(**options))
 
     def gradients(self, out: Tensor, **options: Any) -> list[Tensor]:
-        return [out.detach(), *torch.autograd.grad(out, self.parameters, self.d_out, **options)]
+        made = torch.autograd.grad(out, self.parameters, self.d_out, **options) if self.trained else ()
+        return [out.detach(), *made]
 
     def load(self, other: Case) -> None:
         """Another case's numbers in this one's memory."""
@@ -78,8 +79,8 @@ class Case:
 
     def reference(self) -> list[Tensor]:
         """`run` by the oracle on W + b a, in float64, with gradients of float64 copies of the parameters."""
-        wide = {name: t if t is None else t.detach().double() for name in NAMES for t in [getattr(self, name)]}
-        wanted = [wide[name].requires_grad_() for name in self.trained]
+        given = {name: getattr(self, name) for name in NAMES}
+        wide = {name: t if t is None else t.detach().double().requires_grad_() for name, t in given.items()}
         weights = [wide["gate_up_proj"], wide["down_proj"]]
         for place, side in enumerate(("up", "down")):
             if wide[f"{side}_a"] is not None:
@@ -87,7 +88,9 @@ class Case:
         biases = {"up_bias": wide["up_bias"], "down_bias": wide["down_bias"]}
         rest = {**biases, "pair_tokens": self.varying.get("pair_tokens"), **self.options}
         out = reference_mlp(wide["x"], *weights, wide["scores"], self.topk_experts, **rest)
-        return [out.detach(), *torch.autograd.grad(out, wanted, self.d_out.double())]
+        wanted = [wide[name] for name in self.trained]
+        made = torch.autograd.grad(out, wanted, self.d_out.double(), materialize_grads=True) if wanted else ()
+        return [out.detach(), *made]
 
 
 def _distinct_experts(num_tokens: int, num_experts: int, top_k: int, idle: tuple[int, ...]) -> Tensor:
