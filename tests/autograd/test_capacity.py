@@ -6,12 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from blazeproto.autograd import SavePolicy, saved_bytes, torch_backend
 from blazeproto.dispatch import reference
 from blazeproto.layer import MoE
-from blazeproto.router.router import Routing
 from tests.autograd.comparison import assert_close, assert_same_bits
 
 POLICIES = [policy.value for policy in SavePolicy]
@@ -115,36 +113,6 @@ def test_the_layer_counts_what_overflows(router):
         assert stats.overflow.dtype == torch.int32 and stats.overflow.tolist() == [max(0, pairs - row_capacity)]
         assert torch.equal(got, out) == (row_capacity >= pairs)
         assert row_capacity > 0 or not got.any()
-
-
-class Rank(nn.Module):
-    """A router of 16 experts for the rank that has two of them."""
-
-    def __init__(self, router: nn.Module, first: int) -> None:
-        super().__init__()
-        self.router, self.first = router, first
-
-    def forward(self, tokens: torch.Tensor) -> Routing:
-        routing = self.router(tokens)
-        load = routing.load[self.first : self.first + 2]
-        return routing._replace(experts=routing.experts - self.first, load=load)
-
-
-def test_ranks_with_two_experts_each_sum_to_the_whole():
-    """K = 6 > E = 2 on each."""
-    whole = MoE(16, 24, 16, 6, router="top_k", dtype=torch.float64)
-    x = torch.randn(50, 16, dtype=torch.float64)
-    expected, _ = whole(x)
-    total = torch.zeros_like(expected)
-    for first in range(0, 16, 2):
-        rank = MoE(16, 24, 2, 6, router=Rank(whole.router, first), row_capacity=80, dtype=torch.float64)
-        with torch.no_grad():
-            rank.gate_up_proj.copy_(whole.gate_up_proj[first : first + 2])
-            rank.down_proj.copy_(whole.down_proj[first : first + 2])
-        out, stats = rank(x)
-        assert stats.overflow.tolist() == [0] and stats.load.shape == (2,)
-        total += out
-    torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_dispatch_with_a_capacity(make_case):

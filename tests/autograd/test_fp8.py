@@ -93,12 +93,6 @@ def test_recomputing_gives_the_same(make_case):
     assert_same_bits(case.run(precision="fp8", save="recompute"), case.run(precision="fp8"))
 
 
-def test_what_is_quantized_makes_a_difference(make_case):
-    case = make_case(*SIZES)
-    pairs = zip(case.run(precision="fp8"), case.run(), strict=True)
-    assert all(0.01 < (a - b).norm() / b.norm() < 0.1 for a, b in pairs)
-
-
 @pytest.mark.parametrize("save", ["minimal", "recompute"])
 @pytest.mark.parametrize("trained", ["all", "down_proj", "gate_up_proj", "scores"])
 def test_a_frozen_tensor_changes_no_other_gradient(make_case, save, trained):

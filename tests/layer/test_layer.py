@@ -134,7 +134,8 @@ def test_saved_bytes_are_what_the_experts_save(monkeypatch, router, save, dtype)
         if workspace_bytes and not fixed:
             continue  # chunks need a fixed K
         sizes = {"workspace_bytes": workspace_bytes, "row_capacity": row_capacity, "dtype": parameters}
-        layer = MoE(32, 24, 6, 3, router=router, save=save, bias=True, **sizes)
+        activation = "relu" if row_capacity else "swiglu"
+        layer = MoE(32, 24, 6, 3, router=router, save=save, bias=True, activation=activation, **sizes)
         weights = {weight.untyped_storage().data_ptr() for weight in layer.parameters()}
         for training in (True, False):
             with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
