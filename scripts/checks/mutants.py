@@ -67,7 +67,7 @@ KINDS = {
     "distributed": Kind(
         5,
         ("blazeproto/distributed/*.py", "blazeproto/distributed/cuda/*.cu", "blazeproto/autograd/ranks.py"),
-        ("tests/distributed", "tests/roads", "tests/lm/test_ranks.py"),
+        ("tests/distributed", "tests/same_bits", "tests/lm/test_ranks.py"),
     ),
     "bench": Kind(
         10,

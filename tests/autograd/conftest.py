@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,14 +12,17 @@ import torch
 from torch import Tensor
 
 from blazeproto.activations import activation_named
-from blazeproto.autograd import moe_mlp
+from blazeproto.autograd import LowRank, moe_mlp
 from blazeproto.reference import moe_mlp as reference_mlp
 from tests.threads import one_thread  # noqa: F401
+
+WEIGHTS = ("gate_up_proj", "down_proj", "up_bias", "down_bias")
+NAMES = ("x", "gate_up_proj", "down_proj", "scores", "up_bias", "down_bias", "up_a", "up_b", "down_a", "down_b")
 
 
 @dataclass
 class Case:
-    """Inputs of one expert MLP. ``parameters`` are what gradients are taken of, None for biases that are not there."""
+    """Inputs of one expert MLP, None for biases and low-rank factors that are not there."""
 
     x: Tensor
     gate_up_proj: Tensor
@@ -30,48 +34,63 @@ class Case:
     options: dict[str, Any]  # num_experts, activation, row_capacity
     varying: dict[str, Tensor]  # pair_tokens, token_offsets where experts per token vary
     d_out: Tensor
+    up_a: Tensor | None = None
+    up_b: Tensor | None = None
+    down_a: Tensor | None = None
+    down_b: Tensor | None = None
+
+    @property
+    def trained(self) -> dict[str, Tensor]:
+        """What gradients are taken of, by its name."""
+        return {name: t for name in NAMES if (t := getattr(self, name)) is not None and t.requires_grad}
 
     @property
     def parameters(self) -> list[Tensor]:
-        named = (self.x, self.gate_up_proj, self.down_proj, self.scores, self.up_bias, self.down_bias)
-        return [t for t in named if t is not None]
+        return list(self.trained.values())
 
     def forward(self, **options: Any) -> Tensor:
-        return moe_mlp(
-            self.x,
-            self.gate_up_proj,
-            self.down_proj,
-            self.scores,
-            self.topk_experts,
-            up_bias=self.up_bias,
-            down_bias=self.down_bias,
-            **{**self.options, **self.varying, **options},
-        )
+        given: dict[str, Any] = {name: getattr(self, name) for name in (*NAMES[:6], "topk_experts")}
+        if self.up_a is not None:
+            given["up_factors"] = LowRank(self.up_a, self.up_b)
+        if self.down_a is not None:
+            given["down_factors"] = LowRank(self.down_a, self.down_b)
+        return moe_mlp(**{**given, **self.options, **self.varying, **options})
+
+    def function(self, *parameters: Tensor, **options: Any) -> Tensor:
+        """`forward` of other tensors in the places of its parameters."""
+        return replace(self, **dict(zip(self.trained, parameters, strict=True))).forward(**options)
 
     def run(self, **options: Any) -> list[Tensor]:
         """The output and the gradient of every parameter."""
-        out = self.forward(**options)
-        return [out.detach(), *torch.autograd.grad(out, self.parameters, self.d_out)]
+        return self.gradients(self.forward(**options))
+
+    def gradients(self, out: Tensor, **options: Any) -> list[Tensor]:
+        made = torch.autograd.grad(out, self.parameters, self.d_out, **options) if self.trained else ()
+        return [out.detach(), *made]
+
+    def load(self, other: Case) -> None:
+        """Another case's numbers in this one's memory."""
+        with torch.no_grad():
+            for name in (*NAMES, "topk_experts", "d_out"):
+                if (mine := getattr(self, name)) is not None:
+                    mine.copy_(getattr(other, name))
+            for name, mine in self.varying.items():
+                mine.copy_(other.varying[name])
 
     def reference(self) -> list[Tensor]:
-        """The same by the oracle; gradients in float64 too, taken of float64 copies of the parameters."""
-        x, gate_up_proj, down_proj, scores, up_bias, down_bias = (
-            None if t is None else t.detach().double().requires_grad_()
-            for t in (self.x, self.gate_up_proj, self.down_proj, self.scores, self.up_bias, self.down_bias)
-        )
-        out = reference_mlp(
-            x,
-            gate_up_proj,
-            down_proj,
-            scores,
-            self.topk_experts,
-            up_bias=up_bias,
-            down_bias=down_bias,
-            pair_tokens=self.varying.get("pair_tokens"),
-            **self.options,
-        )
-        parameters = [t for t in (x, gate_up_proj, down_proj, scores, up_bias, down_bias) if t is not None]
-        return [out.detach(), *torch.autograd.grad(out, parameters, self.d_out.double())]
+        """`run` by the oracle on W + b a, in float64, with gradients of float64 copies of the parameters."""
+        given = {name: getattr(self, name) for name in NAMES}
+        wide = {name: t if t is None else t.detach().double().requires_grad_() for name, t in given.items()}
+        weights = [wide["gate_up_proj"], wide["down_proj"]]
+        for place, side in enumerate(("up", "down")):
+            if wide[f"{side}_a"] is not None:
+                weights[place] = weights[place] + wide[f"{side}_b"] @ wide[f"{side}_a"]
+        biases = {"up_bias": wide["up_bias"], "down_bias": wide["down_bias"]}
+        rest = {**biases, "pair_tokens": self.varying.get("pair_tokens"), **self.options}
+        out = reference_mlp(wide["x"], *weights, wide["scores"], self.topk_experts, **rest)
+        wanted = [wide[name] for name in self.trained]
+        made = torch.autograd.grad(out, wanted, self.d_out.double(), materialize_grads=True) if wanted else ()
+        return [out.detach(), *made]
 
 
 def _distinct_experts(num_tokens: int, num_experts: int, top_k: int, idle: tuple[int, ...]) -> Tensor:
@@ -96,6 +115,10 @@ def _make_case(
     unused: int = 4,  # places without a pair, with ``varying``
     idle: tuple[int, ...] = (),
     capacity: float | None = None,  # row_capacity as a share of the pairs that have an expert
+    factors: str | None = None,  # which projections have low-rank factors: "up", "down" or "both"
+    rank: int = 8,
+    factor_dtype: torch.dtype | None = None,
+    trained: Iterable[str] | None = None,  # which weights and biases are; None: all
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
 ) -> Case:
@@ -118,7 +141,7 @@ def _make_case(
     num_rows = int(((experts >= 0) & (experts < num_experts)).sum())
     row_capacity = None if capacity is None else round(capacity * num_rows)
     score_dtype = torch.promote_types(dtype, torch.float32)
-    return Case(
+    case = Case(
         x=normal(num_tokens, d_model),
         gate_up_proj=normal(num_experts, up_width, d_model, fan_in=d_model),
         down_proj=normal(num_experts, d_model, d_expert, fan_in=d_expert),
@@ -130,12 +153,26 @@ def _make_case(
         varying=extra,
         d_out=torch.randn(num_tokens, d_model).to(device, dtype),
     )
+    for side, width_out, width_in in (("up", up_width, d_model), ("down", d_model, d_expert)):
+        if factors in (side, "both"):
+            for name, *shape in (("a", rank, width_in), ("b", width_out, rank)):
+                made = torch.randn(num_experts, *shape) * shape[-1] ** -0.5
+                setattr(case, f"{side}_{name}", made.to(device, factor_dtype or dtype).requires_grad_())
+    for name, t in case.trained.items() if trained is not None else ():
+        t.requires_grad_(name not in WEIGHTS or name in trained)
+    return case
 
 
 @pytest.fixture
 def make_case() -> Callable[..., Case]:
     """``make_case(num_tokens, d_model, d_expert, num_experts, top_k, activation=…, bias=…, …)`` -> Case."""
     return _make_case
+
+
+@pytest.fixture
+def gpu_case() -> Callable[..., Case]:
+    """`make_case` in bf16 on the GPU."""
+    return partial(_make_case, dtype=torch.bfloat16, device="cuda")
 
 
 def _bytes_saved_by(forward: Callable[[], Tensor], weights: Iterable[Tensor]) -> int:

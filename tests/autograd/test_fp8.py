@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
-import re
 import weakref
 from copy import copy as shallow_copy
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from io import BytesIO
 from typing import Any
@@ -22,12 +21,13 @@ from torch.nn.functional import silu
 
 from blazeproto import MoE, Recipe, gemm
 from blazeproto.autograd import grouped_experts, moe_mlp, quantize_weights, saved_bytes
-from blazeproto.autograd.low_rank import LowRank
 from blazeproto.blocksparse import dMoE
 from blazeproto.gemm import quantize, registry, weight_fp8
 from blazeproto.gemm.e4m3 import scale_of
 from blazeproto.gemm.product import Variant
 from blazeproto.gemm.registry import quantized_kernels
+from tests.autograd.comparison import assert_same_bits
+from tests.refusals import refuses
 
 SIZES = (37, 144, 256, 5, 3)
 
@@ -80,8 +80,7 @@ def formula(case) -> list[Tensor]:
 @pytest.mark.parametrize("precision", ["fp8", Recipe()])
 def test_it_is_the_formula(make_case, precision):
     case = make_case(*SIZES, sentinels=True, idle=(2,))
-    for got, expected in zip(case.run(precision=precision), formula(case), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(case.run(precision=precision), formula(case), rtol=1e-10, atol=1e-10)
 
 
 def test_no_tokens(make_case):
@@ -91,28 +90,17 @@ def test_no_tokens(make_case):
 
 def test_recomputing_gives_the_same(make_case):
     case = make_case(*SIZES, dtype=torch.bfloat16, varying=True)
-    for a, b in zip(case.run(precision="fp8", save="recompute"), case.run(precision="fp8"), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_what_is_quantized_makes_a_difference(make_case):
-    case = make_case(*SIZES)
-    pairs = zip(case.run(precision="fp8"), case.run(), strict=True)
-    assert all(0.01 < (a - b).norm() / b.norm() < 0.1 for a, b in pairs)
+    assert_same_bits(case.run(precision="fp8", save="recompute"), case.run(precision="fp8"))
 
 
 @pytest.mark.parametrize("save", ["minimal", "recompute"])
-@pytest.mark.parametrize("trained", ["all", "down", "up", "scores"])
+@pytest.mark.parametrize("trained", ["all", "down_proj", "gate_up_proj", "scores"])
 def test_a_frozen_tensor_changes_no_other_gradient(make_case, save, trained):
     case = make_case(*SIZES)
-    gradients = dict(zip(("x", "up", "down", "scores"), case.run(precision="fp8")[1:], strict=True))
-    wanted = dict(zip(gradients, case.parameters, strict=True))
-    for name, t in wanted.items():
+    tensors, results = case.trained, dict(zip(("out", *case.trained), case.run(precision="fp8"), strict=True))
+    for name, t in tensors.items():
         t.requires_grad_(trained in ("all", name))
-    out = case.forward(precision="fp8", save=save)
-    of = [name for name, t in wanted.items() if t.requires_grad]
-    for name, got in zip(of, torch.autograd.grad(out, [wanted[name] for name in of], case.d_out), strict=True):
-        assert torch.equal(got, gradients[name])
+    assert_same_bits(case.run(precision="fp8", save=save), [results[name] for name in ("out", *case.trained)])
 
 
 @pytest.mark.parametrize(("dtype", "of_x"), [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)])
@@ -124,8 +112,7 @@ def test_kept_weights_give_the_same_bits(make_case, dtype, of_x, save, bytes_sav
     weights = case.gate_up_proj, case.down_proj
     kept = quantize_weights(*weights, dtype=of_x)
     options = {"precision": "fp8", "save": save}
-    for a, b in zip(case.run(**options, quantized=kept), case.run(**options), strict=True):
-        assert torch.equal(a, b)
+    assert_same_bits(case.run(**options, quantized=kept), case.run(**options))
     assert kept.nbytes == sum(
         2 * (w.numel() + 4 * len(w) * -(-w.shape[1] // 128) * -(-w.shape[2] // 128)) for w in weights
     )
@@ -150,28 +137,47 @@ def test_both_orders_of_kept_weights_begin_where_kernels_can_read(experts):
     assert all(order.data_ptr() % 16 == 0 for record in (kept.up, kept.down) for order in record)
 
 
-def test_kept_weights_are_those_that_were_kept(make_case):
-    case, other = (make_case(*SIZES, dtype=torch.float32) for _ in range(2))
+WEIGHTS = torch.randn(4, 512, 128), torch.randn(4, 128, 256)
+OTHERS = {  # which weights a call has beside what was kept of WEIGHTS
+    "a copy": [weight.clone() for weight in WEIGHTS],
+    "the same memory in another shape": [WEIGHTS[0].view(8, 256, 128), WEIGHTS[1].view(8, 128, 128).contiguous()],
+    "some experts": [weight[:2] for weight in WEIGHTS],
+}
+
+
+@pytest.mark.parametrize("others", OTHERS)
+def test_kept_weights_are_those_that_were_kept(others):
+    up, down = OTHERS[others]
+    tokens = torch.randn(8, 128), up, down, torch.rand(8, 1), torch.zeros(8, 1, dtype=torch.int64)
+    kept = quantize_weights(*WEIGHTS)
+    refuses(lambda: moe_mlp(*tokens, num_experts=len(up), precision="fp8", quantized=kept), "quantized")
+
+
+def test_kept_weights_are_not_those_beside_them_in_memory(make_case):
+    """Two layers' weights in one tensor: its storage and version are one."""
+    case = make_case(*SIZES)
+    ups, downs = (torch.stack((weight, weight)).detach() for weight in (case.gate_up_proj, case.down_proj))
+    case.gate_up_proj, case.down_proj = ups[1], downs[1]
+    kept = quantize_weights(ups[0], downs[0])
+    refuses(lambda: case.forward(precision="fp8", quantized=kept), "quantized")
+
+
+def test_memory_that_another_weight_has_got_is_noticed():
+    case = [torch.randn(8, 64), torch.randn(4, 256, 64), torch.randn(4, 64, 128), torch.rand(8, 2)]
+    memory, ids = case[1].data_ptr(), torch.tensor([[0, 1]] * 8)
+    kept = quantize_weights(*case[1:3])
+    del case[1]
+    others = [torch.randn(4, 256, 64) for _ in range(50)]
+    again = next((t for t in others if t.data_ptr() == memory), others[0])
+    given = (case[0], again, *case[1:], ids)
+    refuses(lambda: moe_mlp(*given, num_experts=4, precision="fp8", quantized=kept), "quantized")
+
+
+def test_kept_weights_are_of_a_precision_and_a_dtype(make_case):
+    case = make_case(*SIZES, dtype=torch.float32)
     kept = quantize_weights(case.gate_up_proj, case.down_proj)
-    with pytest.raises(ValueError, match=r"quantized: expected x in torch\.float32, got torch\.bfloat16"):
-        moe_mlp(
-            case.x.bfloat16(),
-            case.gate_up_proj,
-            case.down_proj,
-            case.scores,
-            case.topk_experts,
-            num_experts=5,
-            precision="fp8",
-            quantized=kept,
-        )
-    with pytest.raises(ValueError, match="quantized: expected precision in fp8, got bf16"):
-        case.forward(quantized=kept)
-    with pytest.raises(ValueError, match="quantized: expected of these weights, got of others"):
-        other.forward(precision="fp8", quantized=kept)
-    with torch.no_grad():
-        case.down_proj.mul_(2)
-    with pytest.raises(ValueError, match="or of them before they changed"):
-        case.forward(precision="fp8", quantized=kept)
+    refuses(lambda: case.forward(quantized=kept), "quantized")
+    refuses(lambda: case.forward(x=case.x.bfloat16(), precision="fp8", quantized=kept), "quantized")
 
 
 def distributed(weight: Tensor) -> Tensor:
@@ -180,17 +186,18 @@ def distributed(weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "change", "error", "message"),
+    ("argument", "up", "down", "error"),
     [
-        ((37, 136, 256, 5, 3), lambda w: w, ValueError, "precision: expected multiples of 16 and 128 as d and n"),
-        (SIZES, lambda w: w.mT.contiguous().mT, ValueError, "precision: expected contiguous weights with 'fp8'"),
-        (SIZES, distributed, TypeError, "gate_up_proj: expected a torch.Tensor that is local, got DTensor"),
+        ("precision", torch.ones(5, 512, 136), torch.ones(5, 136, 256), ValueError),
+        ("precision", torch.ones(5, 144, 512).mT, torch.ones(5, 144, 256), ValueError),
+        ("gate_up_proj", distributed(torch.ones(5, 512, 144)), torch.ones(5, 144, 256), TypeError),
+        ("down_proj", torch.ones(4, 256, 64), torch.zeros(64, 128), ValueError),
+        ("down_proj", torch.ones(0, 256, 64), torch.zeros(0, 64, 128), ValueError),
+        ("down_proj", torch.ones(4, 256, 64), torch.zeros(4, 64, 128).bfloat16(), ValueError),
     ],
 )
-def test_weights_that_cannot_be_kept(make_case, sizes, change, error, message):
-    case = make_case(*sizes)
-    with pytest.raises(error, match=message):
-        quantize_weights(change(case.gate_up_proj.detach()), case.down_proj)
+def test_weights_that_cannot_be_kept(argument, up, down, error):
+    refuses(lambda: quantize_weights(up, down), argument, error)
 
 
 def test_kept_weights_are_for_autocasts_dtype(make_case):
@@ -213,20 +220,48 @@ def test_a_scale_is_the_least_power_of_two_that_leaves_448(m):
     np.testing.assert_array_equal(np.asarray(made), expected.astype(np.float32))
 
 
-def test_a_layer_keeps_weights_until_it_is_told():
-    torch.manual_seed(0)
-    layer, x = MoE(64, 128, 4, 2, precision="fp8"), torch.randn(8, 64)
-    plain = layer(x)[0]
-    layer.quantize_weights()
-    assert torch.equal(layer(x)[0], plain) and f"quantized={layer.quantized.nbytes} bytes of weights" in repr(layer)
+@pytest.fixture
+def layer() -> MoE:
+    """Which keeps its quantized weights."""
+    made = MoE(64, 128, 4, 2, precision="fp8")
+    made.quantize_weights()
+    return made
+
+
+X = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_layer_keeps_weights_until_it_is_told(layer):
+    kept, layer.quantized = layer.quantized, None
+    plain, layer.quantized = layer(X)[0], kept
+    assert torch.equal(layer(X)[0], plain) and f"quantized={kept.nbytes} bytes of weights" in repr(layer)
     assert layer.saved_bytes(8) == MoE(64, 128, 4, 2, precision="fp8", keep_transposed=False).saved_bytes(8)
-    layer(x)[0].sum().backward()
+    layer(X)[0].sum().backward()
     torch.optim.SGD(layer.parameters(), 0.1).step()
-    with pytest.raises(ValueError, match="before they changed"):
-        layer(x)
+    refuses(lambda: layer(X), "quantized")
     layer.quantize_weights()
-    again, layer.quantized = layer(x)[0], None
-    assert torch.equal(again, layer(x)[0]) and not torch.equal(again, plain)
+    again, layer.quantized = layer(X)[0], None
+    assert torch.equal(again, layer(X)[0]) and not torch.equal(again, plain)
+
+
+def step_whose_hook_drops_gradients(layer):
+    """A fused step changes no version; its hooks run before ours."""
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
+    optimizer.register_step_post_hook(lambda stepped, *_: stepped.zero_grad())
+    optimizer.step()
+
+
+def step_whose_closure_makes_gradients(layer):
+    layer.zero_grad()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
+    optimizer.register_step_post_hook(lambda stepped, *_: stepped.zero_grad())
+
+    def closure():
+        loss = layer(X)[0].sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
 
 
 WRITERS = {
@@ -235,123 +270,41 @@ WRITERS = {
     "foreach": lambda layer: torch.optim.AdamW(layer.parameters(), foreach=True).step(),
     "loaded": lambda layer: layer.load_state_dict(layer.state_dict()),
     "other": lambda layer: setattr(layer, "down_proj", torch.nn.Parameter(layer.down_proj.detach().clone())),
+    "copied records": lambda layer: setattr(
+        layer,
+        "quantized",
+        replace(layer.quantized, up=layer.quantized.up.clone(), down=layer.quantized.down.clone()),
+    ),
+    "hook": step_whose_hook_drops_gradients,
+    "closure": step_whose_closure_makes_gradients,
 }
 
 
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_who_writes_to_kept_weights_is_noticed(writer, compiled):
-    layer, x = MoE(64, 128, 4, 2, precision="fp8"), torch.randn(8, 64)
-    layer.quantize_weights()
+def test_who_writes_to_kept_weights_is_noticed(layer, writer, compiled):
     torch.compiler.reset()
     called = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
-    called(x)[0].sum().backward()
+    called(X)[0].sum().backward()
     WRITERS[writer](layer)
-    with pytest.raises(ValueError, match="before they changed"):
-        called(x)
-
-
-def test_no_width_is_refused():
-    x, ids = torch.empty(4, 0), torch.zeros(4, 1, dtype=torch.int32)
-    weights = torch.empty(2, 256, 0), torch.empty(2, 0, 128)
-    with pytest.raises(ValueError, match=r"down_proj: expected d and n of at least 1, got \(2, 0, 128\)"):
-        moe_mlp(x, *weights, torch.rand(4, 1), ids, num_experts=2, precision="fp8")
+    with pytest.raises(ValueError, match="quantized: expected of these weights"):
+        called(X)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_what_an_optimizer_s_own_hook_drops_was_stepped():
-    """A fused step changes no version; its hooks run before ours, and here drop the gradients."""
-    layer, x = MoE(64, 128, 4, 2, precision="fp8"), torch.randn(8, 64)
-    layer.quantize_weights()
+def test_a_step_of_other_weights_changes_nothing(layer):
+    """Sparse ones too, and the layer's own without gradients."""
+    other = MoE(64, 128, 4, 2, precision="fp8")
+    other(X)[0].sum().backward()
+    torch.optim.AdamW([*other.parameters(), *layer.parameters()], fused=True).step()
     sparse = torch.nn.Parameter(torch.eye(3).to_sparse())
     sparse.grad = torch.eye(3).to_sparse()
     torch.optim.SGD([sparse], lr=0.1, foreach=False).step()
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
-    optimizer.register_step_post_hook(lambda stepped, *_: stepped.zero_grad())
-    layer(x)[0].sum().backward()
-    optimizer.step()
-    with pytest.raises(ValueError, match="before they changed"):
-        layer(x)
+    assert layer(X)[0].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", ["fp8", torch.int32])
-def test_weights_are_quantized_for_x_of_a_known_dtype(dtype):
-    with pytest.raises(TypeError, match="dtype: expected None or one of torch"):
-        MoE(64, 128, 4, 2, precision="fp8").quantize_weights(dtype)
-
-
-def test_an_optimizer_of_other_weights_changes_nothing():
-    layer, other, x = *(MoE(64, 128, 4, 2, precision="fp8") for _ in range(2)), torch.randn(8, 64)
-    layer.quantize_weights()
-    other(x)[0].sum().backward()
-    torch.optim.AdamW([*other.parameters(), *layer.parameters()], fused=True).step()  # without gradients of layer's
-    assert layer(x)[0].isfinite().all()
-
-
-def test_memory_that_another_weight_has_got_is_noticed():
-    case = [torch.randn(8, 64), torch.randn(4, 256, 64), torch.randn(4, 64, 128), torch.rand(8, 2)]
-    memory, ids = case[1].data_ptr(), torch.tensor([[0, 1]] * 8)
-    kept = quantize_weights(*case[1:3])
-    del case[1]
-    others = [torch.randn(4, 256, 64) for _ in range(50)]
-    again = next((t for t in others if t.data_ptr() == memory), others[0])
-    with pytest.raises(ValueError, match="expected of these weights, got of others"):
-        moe_mlp(case[0], again, *case[1:], ids, num_experts=4, precision="fp8", quantized=kept)
-
-
-def test_kept_weights_are_not_those_beside_them_in_memory(make_case):
-    """Two layers' weights in one tensor: its storage and version are one."""
-    case = make_case(*SIZES)
-    ups, downs = (torch.stack((weight, weight)) for weight in (case.gate_up_proj, case.down_proj))
-    with pytest.raises(ValueError, match="quantized: expected of these weights, got of others"):
-        moe_mlp(
-            *(case.x, ups[1], downs[1], case.scores, case.topk_experts),
-            num_experts=5,
-            precision="fp8",
-            quantized=quantize_weights(ups[0], downs[0]),
-        )
-
-
-@pytest.mark.parametrize(
-    "others", [lambda up, down: (up.view(4, 256, 256), down.view(4, 256, 128)), lambda up, down: (up[:2], down[:2])]
-)
-def test_kept_weights_are_not_the_same_memory_in_another_shape(others):
-    weights = torch.randn(4, 512, 128), torch.randn(4, 128, 256)
-    up, down = others(*weights)
-    tokens = torch.randn(8, down.shape[1]), up, down, torch.rand(8, 1), torch.zeros(8, 1, dtype=torch.int64)
-    with pytest.raises(ValueError, match="quantized: expected of these weights"):
-        moe_mlp(*tokens, num_experts=len(up), precision="fp8", quantized=quantize_weights(*weights))
-
-
-def test_a_shallow_copy_is_what_it_is_of():
-    layer, x = MoE(64, 128, 4, 2, precision="fp8"), torch.randn(8, 64)
-    layer.quantize_weights()
-    assert shallow_copy(layer.quantized) is layer.quantized and shallow_copy(layer)(x)[0].equal(layer(x)[0])
-
-
-def test_copies_of_records_are_refused_in_a_compiled_call_too():
-    layer, x = MoE(64, 128, 4, 2, precision="fp8"), torch.randn(8, 64)
-    layer.quantize_weights()
-    kept = layer.quantized
-    layer.quantized = dataclasses.replace(kept, up=kept.up.clone(), down=kept.down.clone())
-    with pytest.raises(ValueError, match="got of others"), torch.no_grad():
-        torch.compile(layer, backend="aot_eager")(x)
-
-
-def test_a_fused_step_whose_closure_makes_the_gradients_is_noticed():
-    layer, x = MoE(64, 128, 4, 2, precision="fp8"), torch.randn(8, 64)
-    layer.quantize_weights()
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
-    optimizer.register_step_post_hook(lambda stepped, *_: stepped.zero_grad())
-
-    def closure():
-        loss = layer(x)[0].sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    with pytest.raises(ValueError, match="before they changed"):
-        layer(x)
+def test_a_shallow_copy_is_what_it_is_of(layer):
+    assert shallow_copy(layer.quantized) is layer.quantized and shallow_copy(layer)(X)[0].equal(layer(X)[0])
 
 
 def test_a_step_that_fails_keeps_no_weights():
@@ -370,51 +323,38 @@ def test_a_step_that_fails_keeps_no_weights():
     assert weight() is None
 
 
-def test_copies_of_a_layer_quantize_anew(tmp_path):
-    layer, x = MoE(64, 128, 4, 2, precision="fp8"), torch.randn(8, 64)
-    layer.quantize_weights()
+def test_copies_of_a_layer_quantize_anew(layer, tmp_path):
     torch.save(layer, tmp_path / "layer.pt")
     for copy in (deepcopy(layer), torch.load(tmp_path / "layer.pt", weights_only=False)):
-        with pytest.raises(ValueError, match="got of others"):
-            copy(x)
+        refuses(lambda copy=copy: copy(X), "quantized")
         with pytest.raises(ValueError, match="got of others"), torch.no_grad():
-            torch.compile(copy, backend="aot_eager")(x)
+            torch.compile(copy, backend="aot_eager")(X)
         copy.quantize_weights()
-        assert torch.equal(copy(x)[0], layer(x)[0])
+        assert torch.equal(copy(X)[0], layer(X)[0])
 
 
 @pytest.mark.full
-def test_an_exported_layer_keeps_its_weights():
-    layer, x, file = MoE(64, 128, 4, 2, precision="fp8"), torch.randn(8, 64), BytesIO()
-    layer.quantize_weights()
-    torch.export.save(torch.export.export(layer, (x,)), file)
+def test_an_exported_layer_keeps_its_weights(layer):
+    file = BytesIO()
+    torch.export.save(torch.export.export(layer, (X,)), file)
     file.seek(0)
-    assert torch.equal(torch.export.load(file).module()(x)[0], layer(x)[0])
+    assert torch.equal(torch.export.load(file).module()(X)[0], layer(X)[0])
 
 
-def test_weights_are_quantized_in_inference_mode_too():
-    layer, x = MoE(64, 128, 4, 2, precision="fp8"), torch.randn(8, 64)
+def test_weights_are_quantized_in_inference_mode_too(layer):
     with torch.inference_mode():
         served = MoE(64, 128, 4, 2, precision="fp8")
         served.load_state_dict(layer.state_dict())
         for each in (layer, served):
             each.quantize_weights()
-        assert torch.equal(served(x)[0], layer(x)[0])
-    layer(x)[0].sum().backward()
+        assert torch.equal(served(X)[0], layer(X)[0])
+    layer(X)[0].sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"bias": True}, "neither biases nor low-rank factors with 'fp8', got up_bias, down_bias"),
-        ({"combine": "fused"}, "combine='gather'"),
-        ({"activation": "relu"}, "a gated activation"),
-    ],
-)
-def test_weights_of_a_layer_that_fp8_refuses_are_not_quantized(options, expected):
+@pytest.mark.parametrize("options", [{"bias": True}, {"combine": "fused"}, {"activation": "relu"}])
+def test_weights_of_a_layer_that_fp8_refuses_are_not_quantized(options):
     layer = MoE(64, 128, 4, 2, precision="fp8", **options)
-    with pytest.raises(ValueError, match=f"precision: expected {expected}"):
-        layer.quantize_weights()
+    refuses(layer.quantize_weights, "precision")
     assert layer.quantized is None
 
 
@@ -422,71 +362,34 @@ class Elsewhere:
     """A dispatcher."""
 
 
-def test_a_layer_that_cannot_keep_weights_says_so():
-    with pytest.raises(ValueError, match="precision: expected 'fp8' for quantize_weights, got 'bf16'"):
-        dMoE(64, 128, 4, 2).quantize_weights()
-    layer, x = MoE(64, 128, 4, 2, precision="fp8"), torch.randn(8, 64)
-    layer.quantized = 3
-    with pytest.raises(TypeError, match="quantized: expected a QuantizedWeights or None, got int"):
-        layer(x)
-    layer.quantize_weights()
-    layer.dispatcher = Elsewhere()
-    with pytest.raises(RuntimeError, match="quantized: expected a layer on one rank, got one with"):
-        layer(x)
-
-
-RECIPES = {
-    "precision.x: expected Operand(element='e4m3', scale='token'), got ('e5m2', 'token')": {"x": ("e5m2", "token")},
-    "precision.weights: expected Operand(element='e4m3', scale='128x128'), got ('e4m3', '1x128')": {
-        "weights": ("e4m3", "1x128")
-    },
-    "precision.products: expected ('up', 'down', 'dH', 'dX', 'dW_down', 'dW_up'), got ('up',)": {"products": ("up",)},
-}
-
-
-@pytest.mark.parametrize("message", RECIPES)
-def test_a_recipe_that_cannot_run_is_refused(message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        MoE(64, 128, 4, 2, precision=Recipe(**RECIPES[message]))
+def test_a_layer_that_cannot_keep_weights_says_so(layer):
+    refuses(dMoE(64, 128, 4, 2).quantize_weights, "precision")
+    kept, layer.quantized = layer.quantized, 3
+    refuses(lambda: layer(X), "quantized", TypeError)
+    layer.quantized, layer.dispatcher = kept, Elsewhere()
+    refuses(lambda: layer(X), "quantized", RuntimeError)
 
 
 class Other(Recipe):
     """A recipe of another kind."""
 
 
-@pytest.mark.parametrize("precision", [["fp8"], {"fp8": 1}, None, torch.bfloat16, Recipe, Other()])
-def test_what_is_no_precision_is_refused(precision):
-    with pytest.raises(ValueError, match=re.escape(f"or a Recipe, got {precision!r}")):
-        MoE(64, 128, 4, 2, precision=precision)
+RECIPES = {
+    "precision.x": Recipe(x=("e5m2", "token")),
+    "precision.weights": Recipe(weights=("e4m3", "1x128")),
+    "precision.products": Recipe(products=("up",)),
+}
 
 
 @pytest.mark.parametrize(
-    ("up", "down", "error", "message"),
+    ("argument", "precision"),
     [
-        ((4, 256, 64), 3, TypeError, "down_proj: expected a torch.Tensor, got int"),
-        (
-            (4, 256, 64),
-            torch.zeros(64, 128),
-            ValueError,
-            "down_proj: expected shape (E, d, n) with E >= 1, got (64, 128)",
-        ),
-        (
-            (0, 256, 64),
-            torch.zeros(0, 64, 128),
-            ValueError,
-            "down_proj: expected shape (E, d, n) with E >= 1, got (0, 64, 128)",
-        ),
-        (
-            (4, 256, 64),
-            torch.zeros(4, 64, 128).bfloat16(),
-            ValueError,
-            "down_proj: expected dtype torch.float32 as gate_up_proj has, got torch.bfloat16",
-        ),
+        *RECIPES.items(),
+        *(("precision", given) for given in (["fp8"], {"fp8": 1}, None, torch.bfloat16, Recipe, Other())),
     ],
 )
-def test_what_is_no_weight_is_not_quantized(up, down, error, message):
-    with pytest.raises(error, match=re.escape(message)):
-        quantize_weights(torch.randn(up), down)
+def test_what_is_no_precision_is_refused(argument, precision):
+    refuses(lambda: MoE(64, 128, 4, 2, precision=precision), argument)
 
 
 def test_a_recipe_is_its_name():
@@ -513,9 +416,7 @@ def test_saved_bytes(make_case, bytes_saved_by, save, keep):
 @pytest.mark.parametrize("save", ["minimal", "recompute"])
 def test_transposes_that_are_kept_give_the_same_bits(make_case, save, sizes):
     case = make_case(*sizes, dtype=torch.bfloat16 if sizes is SIZES else torch.float32)
-    made = (case.run(precision="fp8", save=save, keep_transposed=keep) for keep in (False, True))
-    for a, b in zip(*made, strict=True):
-        assert torch.equal(a, b)
+    assert_same_bits(*(case.run(precision="fp8", save=save, keep_transposed=keep) for keep in (False, True)))
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -537,9 +438,7 @@ def test_compiled_it_gives_the_same(make_case):
     expected = case.run(precision="fp8")
     torch.compiler.reset()
     compiled = torch.compile(lambda: case.forward(precision="fp8"), fullgraph=True, backend="aot_eager")
-    out = compiled()
-    for a, b in zip((out, *torch.autograd.grad(out, case.parameters, case.d_out)), expected, strict=True):
-        assert torch.equal(a, b)
+    assert_same_bits(case.gradients(compiled()), expected)
 
 
 def test_a_layer_trains(make_case):
@@ -555,35 +454,31 @@ def test_a_layer_trains(make_case):
     assert losses[-1] < 0.7 * losses[0]
 
 
-FACTORS = LowRank(torch.zeros(5, 8, 144), torch.zeros(5, 512, 8))
-REFUSED = {
-    "width": ({}, (37, 136, 256, 5, 3), r"multiples of 16 and 128 as d and n with 'fp8', got \(136, 256\)"),
-    "expert width": ({}, (37, 144, 192, 5, 3), "multiples of 16 and 128 as d and n with 'fp8', got"),
-    "no gate": ({"activation": "relu"}, SIZES, "a gated activation whose halves lie apart with 'fp8', got 'relu'"),
-    "paper": ({"save": "paper"}, SIZES, "save='minimal' or 'recompute' with 'fp8', got 'paper'"),
-    "fused": ({"combine": "fused"}, SIZES, "combine='gather' with 'fp8', got 'fused'"),
-    "chunks": ({"workspace_bytes": 10**6}, SIZES, "workspace_bytes=None with 'fp8', got 1000000"),
-    "factors": ({"up_factors": FACTORS}, SIZES, "neither biases nor low-rank factors with 'fp8', got up_factors"),
+REFUSED = {  # options of the case, of its call, its sizes
+    "width": ({}, {}, (37, 136, 256, 5, 3)),
+    "expert width": ({}, {}, (37, 144, 192, 5, 3)),
+    "no gate": ({"activation": "relu"}, {}, SIZES),
+    "biases": ({"bias": True}, {}, SIZES),
+    "factors": ({"factors": "up"}, {}, SIZES),
+    "paper": ({}, {"save": "paper"}, SIZES),
+    "fused": ({}, {"combine": "fused"}, SIZES),
+    "chunks": ({}, {"workspace_bytes": 10**6}, SIZES),
+    "fp16": ({}, {"precision": "fp16"}, SIZES),
 }
 
 
 @pytest.mark.parametrize("which", REFUSED)
 def test_refusals(make_case, which):
-    options, sizes, message = REFUSED[which]
-    case = make_case(*sizes, dtype=torch.float32, activation=options.get("activation", "swiglu"))
-    with pytest.raises(ValueError, match=f"precision: expected {message}"):
-        case.forward(precision="fp8", **options)
+    options, given, sizes = REFUSED[which]
+    case = make_case(*sizes, dtype=torch.float32, **options)
+    refuses(lambda: case.forward(**{"precision": "fp8", **given}), "precision")
 
 
-def test_biases_and_transposed_weights_are_refused(make_case):
-    case = make_case(*SIZES, bias=True)
-    with pytest.raises(ValueError, match="neither biases nor low-rank factors with 'fp8', got up_bias, down_bias"):
-        case.forward(precision="fp8")
-    lying, choice = case.gate_up_proj.mT.contiguous().mT, (case.scores, case.topk_experts)
-    with pytest.raises(ValueError, match="precision: expected contiguous weights with 'fp8', got transposed weights"):
-        moe_mlp(case.x, lying, case.down_proj, *choice, num_experts=5, precision="fp8")
-    with pytest.raises(ValueError, match=r"precision: expected one of .*'fp8'.*got 'fp16'"):
-        case.forward(precision="fp16")
+def test_transposed_weights_and_no_width_are_refused(make_case):
+    case = make_case(*SIZES)
+    refuses(lambda: case.forward(precision="fp8", gate_up_proj=case.gate_up_proj.mT.contiguous().mT), "precision")
+    weights = {"gate_up_proj": torch.empty(5, 512, 0), "down_proj": torch.empty(5, 0, 256)}
+    refuses(lambda: case.forward(precision="fp8", x=torch.empty(37, 0), **weights), "down_proj")
 
 
 def test_prepare_compiles_its_kernels(monkeypatch):

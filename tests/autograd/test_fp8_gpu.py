@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from blazeproto.autograd import grouped_experts, quantize_weights
+from tests.autograd.comparison import assert_same_bits
+from tests.gpu import Captured
 
 pytestmark = pytest.mark.gpu
 
@@ -18,19 +20,6 @@ SHAPES = [
     (2048, 256, 256, 128, 8),
 ]
 OFF = 0.03  # H is rounded before it is quantized: where two programs round otherwise, a step of e4m3 lies between them
-
-
-@pytest.fixture
-def gpu_case(make_case):
-    def make(*shape, **options):
-        return make_case(*shape, **{"dtype": torch.bfloat16, "device": "cuda", **options})
-
-    return make
-
-
-def assert_same_bits(results, others):
-    for index, (a, b) in enumerate(zip(results, others, strict=True)):
-        assert torch.equal(a, b), f"output {index}: {(a != b).sum()} of {a.numel()} elements differ"
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -56,16 +45,8 @@ def test_all_ways_give_the_same_bits(gpu_case, poisoned, shape, weights):
     ways = ({}, {"save": "recompute"}, {"keep_transposed": False}, {"quantized": kept})
     for way in ways:
         assert_same_bits(case.run(**FP8, **way), expected)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = [case.run(**FP8, **way) for way in ways]
-    for results in captured:
-        for result in results:
-            result.fill_(torch.nan)
-    graph.replay()
-    torch.cuda.synchronize()
-    for results in captured:
-        assert_same_bits(results, expected)
+    captured = Captured(lambda: [t for way in ways for t in case.run(**FP8, **way)])
+    assert_same_bits(captured.replay(), expected * len(ways))
 
 
 @pytest.mark.parametrize("keep", [False, True])

@@ -75,35 +75,36 @@ def test_eight_frames_to_the_rarer_kernels_of_a_router(name: str) -> None:
         assert not deeper({kernel: found[kernel]}, SEVEN if kernel in usual else EIGHT)
 
 
-def test_eight_frames_with_a_row_capacity() -> None:
-    found = step(made(row_capacity=4000))
-    assert "limit_rows" in found and not deeper(found, EIGHT)
+RARER = {
+    "row_capacity": (4000, {"limit_rows"}),
+    "precision": ("fp8", {"quantize_weights", "quantize_rows", "transpose_rows", "up_forward_fp8"}),
+}
 
 
-def test_eight_frames_in_fp8() -> None:
-    found = step(made(precision="fp8"))
-    assert {"quantize_weights", "quantize_rows", "transpose_rows", "up_forward_fp8"} <= found.keys()
-    assert not deeper(found, EIGHT)
+@pytest.mark.parametrize("option", RARER)
+def test_eight_frames_with_a_row_capacity_and_in_fp8(option: str) -> None:
+    value, kernels = RARER[option]
+    found = step(made(**{option: value}))
+    assert kernels <= found.keys() and not deeper(found, EIGHT)
 
 
 @pytest.fixture
-def group() -> Iterator[dist.ProcessGroup]:
+def group() -> Iterator[Any]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()
 
 
-def test_eight_frames_with_a_dispatcher(group: dist.ProcessGroup) -> None:
+def test_eight_frames_with_a_dispatcher(group: Any) -> None:
     found = step(expert_parallel(made(), group))
     assert found.keys() >= OF_TOP_K | OF_BACKWARD | DISPATCH
     assert not deeper(found, EIGHT)
 
 
-def test_eight_frames_to_the_kernels_of_an_exchange(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eight_frames_to_the_kernels_of_an_exchange(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Symmetric's, with a CPU's memory in the place of what GPUs see of each other."""
 
-    def between_gpus(group: dist.ProcessGroup, layout: MemoryLayout) -> PeerExchange:
+    def between_gpus(group: Any, layout: MemoryLayout) -> PeerExchange:
         exchange = object.__new__(PeerExchange)
         exchange.layout, exchange.places = layout, T
         exchange.memory = torch.zeros(layout.size, dtype=torch.uint8)

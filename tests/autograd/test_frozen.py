@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from blazeproto.autograd import SavePolicy, steps, torch_backend
-from tests.autograd.test_lora import WEIGHTS, adapted  # noqa: F401
 
 POLICIES = [policy.value for policy in SavePolicy]
 REDUCED, UP_ROWS = "low_rank_rows d_out b", "low_rank_rows dh b"
@@ -29,11 +28,9 @@ AGAIN = {"up_forward", "low_rank_rows x a", "cast up_proj"}
 @pytest.mark.parametrize("save", POLICIES)
 @pytest.mark.parametrize("workspace_bytes", [None, 40_000])
 @pytest.mark.parametrize("trained", STEPS)
-def test_backward_runs_what_the_one_trained_tensor_needs(adapted, monkeypatch, trained, save, workspace_bytes):  # noqa: F811
-    layer, seen = adapted(64, dtype=torch.float32, bias=True, trained=WEIGHTS), set()
-    case = layer.case
-    names = ("x", "scores", "up_a", "up_b", "down_a", "down_b", *WEIGHTS)
-    for name, parameter in zip(names, layer.parameters, strict=True):
+def test_backward_runs_what_the_one_trained_tensor_needs(make_case, monkeypatch, trained, save, workspace_bytes):
+    case, seen = make_case(64, dtype=torch.float32, bias=True, factors="both"), set()
+    for name, parameter in case.trained.items():
         parameter.requires_grad_(name == trained)
 
     def shown(name, args, options):
@@ -55,7 +52,7 @@ def test_backward_runs_what_the_one_trained_tensor_needs(adapted, monkeypatch, t
 
         monkeypatch.setattr(torch_backend, name, watched)
 
-    out = layer.forward(save=save, workspace_bytes=workspace_bytes)
+    out = case.forward(save=save, workspace_bytes=workspace_bytes)
     for name in (
         "up_forward",
         "low_rank_rows",

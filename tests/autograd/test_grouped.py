@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from blazeproto.activations import ACTIVATIONS, activation_named, clamped_swiglu
-from blazeproto.autograd import LowRank, Options, SavePolicy, grouped_experts, moe_mlp, node
-from blazeproto.autograd.call import FIELDS
+from blazeproto.autograd import LowRank, Options, SavePolicy, grouped_experts, moe_mlp
+from tests.refusals import refuses
 
 E, D, N, RANK = 4, 16, 24, 5
 COUNTS = (5, 0, 20, 9)
@@ -87,10 +86,9 @@ def test_gate_and_up_apart_are_the_joined_weight(bias):
 def test_a_pair_needs_a_gate_and_halves_that_lie_apart(activation):
     given = arguments(inputs("swiglu", bias=False, factors=False, transposed=False, device="cpu", dtype=torch.float64))
     halves = tuple(given.pop("gate_up_proj").detach().chunk(2, dim=1))
-    with pytest.raises(ValueError, match=r"gate_up_proj: expected one weight, or a pair with a gated .*, got 2 with"):
-        grouped_experts(**given, gate_up_proj=halves, counts=torch.tensor(COUNTS), activation=activation)
-    with pytest.raises(ValueError, match=r"gate_up_proj: expected one weight, or a pair with a gated .*, got 3 with"):
-        grouped_experts(**given, gate_up_proj=(*halves, halves[0]), counts=torch.tensor(COUNTS))
+    for weights, named in ((halves, activation), ((*halves, halves[0]), "swiglu"), ((), "swiglu")):
+        call = partial(grouped_experts, gate_up_proj=weights, counts=torch.tensor(COUNTS), activation=named, **given)
+        refuses(call, "gate_up_proj")
 
 
 def test_options_in_one_object():
@@ -100,25 +98,3 @@ def test_options_in_one_object():
     assert torch.equal(grouped_experts(**given, counts=counts, options=options), expected)
     changed = grouped_experts(**given, counts=counts, options=options, activation="relu2")
     assert torch.equal(changed, grouped_experts(**given, counts=counts, activation="relu2"))
-
-
-def test_what_has_a_device_but_is_no_tensor_and_no_weight_at_all_are_refused() -> None:
-    x, up, down, counts = torch.ones(5, 16), torch.ones(2, 16, 16), torch.ones(2, 16, 8), torch.tensor([2, 3])
-    with pytest.raises(TypeError, match=r"x: expected a torch\.Tensor, got ndarray"):
-        grouped_experts(np.zeros((5, 16), np.float32), up, down, counts)
-    with pytest.raises(ValueError, match=r"gate_up_proj: expected one weight, or a pair .*, got 0"):
-        grouped_experts(x, (), down, counts)
-
-
-def test_padding_has_no_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    real = node.experts.entry
-
-    def entry(_: object, *tensors: Any, **options: Any) -> Any:
-        return lambda *arguments: seen.append(arguments) or real(*tensors, **options)(*arguments)
-
-    monkeypatch.setattr(type(node.experts), "entry", entry)
-    grouped_experts(torch.randn(6, 8), torch.randn(2, 8, 8), torch.randn(2, 8, 4), torch.tensor([2, 1]))
-    (given,) = (dict(zip(FIELDS, arguments, strict=True)) for arguments in seen)
-    for name in ("expert_pair_indices", "token_index_map"):
-        assert given[name].tolist() == [0, 1, 2, -1, -1, -1]

@@ -7,38 +7,10 @@ import weakref
 import pytest
 import torch
 
-from blazeproto.autograd import SavePolicy, moe_mlp, saved_bytes, torch_backend
+from blazeproto.autograd import SavePolicy, moe_mlp, torch_backend
+from tests.autograd.comparison import assert_close, assert_same_bits
 
 POLICIES = [policy.value for policy in SavePolicy]
-
-
-@pytest.mark.parametrize("save", POLICIES)
-@pytest.mark.parametrize("activation", ["swiglu", "relu"])
-@pytest.mark.parametrize("workspace_bytes", [None, 20_000])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_saved_bytes(make_case, bytes_saved_by, save, activation, workspace_bytes, dtype):
-    num_tokens, d, n, num_experts, top_k = 96, 32, 48, 6, 3
-    case = make_case(num_tokens, d, n, num_experts, top_k, activation=activation, dtype=dtype)
-    saved = bytes_saved_by(
-        lambda: case.forward(save=save, workspace_bytes=workspace_bytes), (case.gate_up_proj, case.down_proj)
-    )
-
-    gates, itemsize = (2, dtype.itemsize) if activation == "swiglu" else (1, dtype.itemsize)
-    per_token = {
-        "minimal": d + gates * n * top_k,
-        "paper": d + (gates + 1) * n * top_k,
-        "recompute": d,
-    }[save] * itemsize + 12 * top_k
-    offsets = 4 * (num_experts + 1)
-    rest = saved - num_tokens * per_token
-    if workspace_bytes is None:
-        assert rest == offsets
-    else:
-        assert rest % offsets == 0 and rest > offsets  # a dispatch for each chunk
-
-    sizes = {"num_tokens": num_tokens, "d_model": d, "d_expert": n, "num_experts": num_experts, "top_k": top_k}
-    formula = saved_bytes(save, **sizes, activation=activation, itemsize=itemsize, num_chunks=rest // offsets)
-    assert saved == formula
 
 
 @pytest.mark.parametrize("save", POLICIES)
@@ -94,7 +66,8 @@ def test_h_is_freed_before_the_up_backward(make_case, monkeypatch, save, keep):
 
 @pytest.mark.parametrize("save", POLICIES)
 def test_nothing_saved_is_written_over(make_case, save):
-    case = make_case(bias=True, sentinels=True)
+    """And a graph that is kept runs twice."""
+    case = make_case(bias=True, sentinels=True, factors="both")
     saved = []
 
     def pack(tensor):
@@ -103,16 +76,15 @@ def test_nothing_saved_is_written_over(make_case, save):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = case.forward(save=save)
-    first = torch.autograd.grad(out, case.parameters, case.d_out, retain_graph=True)
-    second = torch.autograd.grad(out, case.parameters, case.d_out)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert_same_bits(case.gradients(out, retain_graph=True), case.gradients(out))
     # By bytes: rows that no pair has may hold NaN, which equals nothing.
     assert all(torch.equal(tensor.view(torch.uint8), copy.view(torch.uint8)) for tensor, copy in saved)
 
 
 @pytest.mark.parametrize("workspace_bytes", [None, 20_000])
-def test_double_backward_is_refused(make_case, workspace_bytes):
-    case = make_case()
+@pytest.mark.parametrize("factors", [None, "both"])
+def test_double_backward_is_refused(make_case, workspace_bytes, factors):
+    case = make_case(factors=factors)
     out = case.forward(workspace_bytes=workspace_bytes)
     (dx,) = torch.autograd.grad(out.square().sum(), case.x, create_graph=True)
     with pytest.raises(RuntimeError, match="can be differentiated once"):
@@ -123,52 +95,36 @@ def test_double_backward_is_refused(make_case, workspace_bytes):
 @pytest.mark.parametrize("workspace_bytes", [None, 20_000])
 def test_gradient_of_stride_zero(make_case, save, workspace_bytes):
     """``out.sum().backward()`` hands over a gradient that is one element, expanded."""
-    case = make_case()
+    case = make_case(factors="both")
     out = case.forward(save=save, workspace_bytes=workspace_bytes)
     expanded = torch.autograd.grad(out.sum(), case.parameters)
     case.d_out = torch.ones_like(case.d_out)
-    for a, b in zip(expanded, case.run(save=save, workspace_bytes=workspace_bytes)[1:], strict=True):
-        assert torch.equal(a, b)
+    assert_same_bits(expanded, case.run(save=save, workspace_bytes=workspace_bytes)[1:])
 
 
 @pytest.mark.parametrize("workspace_bytes", [None, 20_000])
 @pytest.mark.parametrize("save", POLICIES)
-def test_any_subset_of_gradients(make_case, save, workspace_bytes):
+@pytest.mark.parametrize("factors", [None, "both", "up", "down"])
+def test_any_subset_of_gradients(make_case, save, workspace_bytes, factors):
     """What requires no gradient gets none, and the others do not change."""
-    case = make_case(bias=True)
+    case = make_case(bias=True, factors=factors)
     options = {"save": save, "workspace_bytes": workspace_bytes}
-    _, *everything = case.run(**options)
-    one = [[i == j for i in range(6)] for j in range(6)]
-    all_but_one = [[not want for want in wanted] for wanted in one]
-    for wanted in (*one, *all_but_one, [True, False, True, False, False, True]):
-        for parameter, want in zip(case.parameters, wanted, strict=True):
-            parameter.requires_grad_(want)
-        parameters = [p for p, want in zip(case.parameters, wanted, strict=True) if want]
-        gradients = torch.autograd.grad(case.forward(**options), parameters, case.d_out)
-        expected = [g for g, want in zip(everything, wanted, strict=True) if want]
-        assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(gradients, expected, strict=True))
-        for parameter in case.parameters:
-            assert parameter.grad is None
+    tensors, gradients = case.trained, dict(zip(("out", *case.trained), case.run(**options), strict=True))
+    for wanted in (*({name} for name in tensors), *(tensors.keys() - {name} for name in tensors)):
+        for name, t in tensors.items():
+            t.requires_grad_(name in wanted)
+        for name, got in zip(("out", *case.trained), case.run(**options), strict=True):
+            torch.testing.assert_close(got, gradients[name], rtol=1e-12, atol=1e-14)
+        assert all(t.grad is None for t in tensors.values())
 
 
 def test_no_graph_where_no_gradient_is_wanted(make_case):
-    case = make_case()
+    case = make_case(factors="both")
     with torch.no_grad():
         assert case.forward().grad_fn is None
     for parameter in case.parameters:
         parameter.requires_grad_(False)
     assert case.forward().grad_fn is None
-
-
-def test_gradients_accumulate(make_case):
-    case = make_case(40)
-    half = make_case(40)
-    half.gate_up_proj, half.down_proj = case.gate_up_proj, case.down_proj
-    expected = [a + b for a, b in zip(case.run()[2:4], half.run()[2:4], strict=True)]
-    for micro_batch in (case, half):
-        micro_batch.forward().backward(micro_batch.d_out)
-    assert torch.equal(case.gate_up_proj.grad, expected[0])
-    assert torch.equal(case.down_proj.grad, expected[1])
 
 
 @pytest.mark.parametrize("biased", ["up", "down"])
@@ -182,19 +138,17 @@ def test_a_bias_is_in_the_sum_that_is_rounded(biased):
     assert out.tolist() == [[258.0, 258.0]]
 
 
-def test_autocast(make_case):
+@pytest.mark.parametrize("factors", [None, "both"])
+def test_autocast(make_case, factors):
     """float32 parameters, computed in bfloat16; gradients come in the parameters' dtype."""
-    case = make_case(96, 32, 48, 6, 3, dtype=torch.float32, bias=True)
+    case = make_case(96, 32, 48, 6, 3, dtype=torch.float32, bias=True, factors=factors)
     expected = case.reference()
     case.d_out = case.d_out.bfloat16()
     for workspace_bytes in (None, 40_000):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = case.forward(workspace_bytes=workspace_bytes)
-        assert out.dtype == torch.bfloat16
-        gradients = torch.autograd.grad(out, case.parameters, case.d_out)
-        assert all(g.dtype == torch.float32 for g in gradients)
-        for a, b in zip((out, *gradients), expected, strict=True):
-            assert (a.double() - b).norm() < 2e-2 * b.norm()
+            out, *gradients = case.run(workspace_bytes=workspace_bytes)
+        assert out.dtype == torch.bfloat16 and {g.dtype for g in gradients} == {torch.float32}
+        assert_close((out, *gradients), expected, 2e-2)
 
 
 def test_autocast_leaves_float64_alone(make_case):
@@ -213,5 +167,4 @@ def test_weights_that_move_between_forward_and_backward(make_case):
         moved = weight.detach().clone()
         weight.data.fill_(torch.nan)
         weight.data = moved
-    for a, b in zip(torch.autograd.grad(out, case.parameters, case.d_out), expected[1:], strict=True):
-        assert torch.equal(a, b)
+    assert_same_bits(case.gradients(out), expected)

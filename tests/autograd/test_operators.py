@@ -21,12 +21,8 @@ POLICIES = [policy.value for policy in SavePolicy]
 ops = torch.ops.blazeproto
 
 
-def call_of(case, save="minimal", chunk_tokens=0, factors=False):
-    """factors: whether there are some."""
-    up, down = (
-        tuple(torch.randn(5, *shape, dtype=case.x.dtype).requires_grad_() if factors else None for shape in shapes)
-        for shapes in (((8, 16), (48, 8)), ((8, 24), (16, 8)))
-    )
+def call_of(case, save="minimal", chunk_tokens=0):
+    up, down = (case.up_a, case.up_b), (case.down_a, case.down_b)
     p = (case.x, case.gate_up_proj, case.up_bias, *up, case.down_proj, case.down_bias, *down, case.scores)
     lists = ops.dispatch(case.topk_experts, 5, chunk_tokens, "torch")
     top_k, varying = None if case.varying else 3, (case.varying.get("token_offsets"), case.varying.get("pair_tokens"))
@@ -64,12 +60,13 @@ def check(name, needs, given, call):
     ("factors", "varying", "save"),
     [
         pytest.param(*case, marks=[pytest.mark.full] if number % 4 else [])
-        for number, case in enumerate(product([False, True], [False, True], POLICIES))
+        for number, case in enumerate(product([None, "both"], [False, True], POLICIES))
     ],
 )
 def test_opcheck_whole_batch(make_case, save, varying, factors):
-    case = make_case(bias=True, varying=varying, unused=0)  # rows without a pair hold anything, opcheck compares all
-    call = call_of(case, save, factors=factors)
+    # Rows without a pair hold anything, and opcheck compares all.
+    case = make_case(bias=True, varying=varying, unused=0, factors=factors)
+    call = call_of(case, save)
     torch.library.opcheck(ops.moe_experts.default, pack(call))
 
     call, num_rows = detached(call), call.dispatch.num_rows
@@ -87,9 +84,9 @@ def test_opcheck_whole_batch(make_case, save, varying, factors):
 
 
 @pytest.mark.parametrize("save", POLICIES)
-@pytest.mark.parametrize("factors", [False, True])
+@pytest.mark.parametrize("factors", [None, "both"])
 def test_opcheck_chunks(make_case, save, factors):
-    call = call_of(case := make_case(bias=True), save, 16, factors)
+    call = call_of(case := make_case(bias=True, factors=factors), save, 16)
     torch.library.opcheck(ops.moe_experts.default, pack(call))
     call = detached(call)
     saved = saved_by(call)
@@ -105,18 +102,25 @@ def test_opcheck_gate_and_up_apart(make_case):
     torch.library.opcheck(ops.moe_experts.default, pack(call._replace(p=call.p._replace(up_proj=gate, up_rest=up))))
 
 
-@pytest.mark.parametrize("save", POLICIES)
-@pytest.mark.parametrize("workspace_bytes", [None, 20_000])
-def test_compiles_without_a_break(make_case, save, workspace_bytes):
-    case = make_case(bias=True, sentinels=True)
+@pytest.mark.parametrize(
+    ("save", "options", "workspace_bytes"),
+    [
+        *(
+            (save, {"capacity": capacity}, size)
+            for save in POLICIES
+            for capacity, size in ((None, None), (0.6, 20_000))
+        ),
+        *(("minimal", {"factors": factors}, None) for factors in ("both", "up", "down")),
+    ],
+)
+def test_compiles_without_a_break(make_case, save, options, workspace_bytes):
+    case = make_case(bias=True, sentinels=True, **options)
     expected = case.run(save=save, workspace_bytes=workspace_bytes)
     torch.compiler.reset()
     compiled = torch.compile(
         lambda: case.forward(save=save, workspace_bytes=workspace_bytes), fullgraph=True, backend="aot_eager"
     )
-    out = compiled()
-    for a, b in zip((out, *torch.autograd.grad(out, case.parameters, case.d_out)), expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(case.gradients(compiled()), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_layer_compiles_for_other_batch_sizes():
@@ -200,17 +204,3 @@ def test_checkpointing_does_not_route_again(save):
     used = layer.down_proj.grad.abs().amax(dim=(1, 2)) > 0
     assert torch.equal(used, stats.load > 0)
     assert not torch.equal(stats.load, router(x).load)
-
-
-@pytest.mark.parametrize("save", POLICIES)
-@pytest.mark.parametrize("router", ["top_k", "token_rounding", "expert_choice"])
-def test_checkpointing_gives_the_same_gradients(save, router):
-    layer = MoE(16, 24, 5, 2, save=save, dtype=torch.float64, router=router)
-    x = torch.randn(40, 16, dtype=torch.float64, requires_grad=True)
-    parameters = [x, *layer.parameters()]
-    out, stats = layer(x)
-    expected = torch.autograd.grad(out.square().sum() + stats.aux_loss, parameters)
-    out, stats = checkpoint(layer, x, use_reentrant=False, context_fn=checkpoint_contexts)
-    gradients = torch.autograd.grad(out.square().sum() + stats.aux_loss, parameters)
-    for a, b in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

@@ -16,7 +16,6 @@ from blazeproto.activations import ACTIVATIONS, activation_named
 from blazeproto.autograd.torch_formulas import Torch, outputs
 from blazeproto.dispatch import Dispatch
 from blazeproto.dispatch.reference import build_dispatch, build_dispatch_varying
-from blazeproto.gemm.formulas import Namespace
 from blazeproto.gemm.linear import GROUPED_MM
 
 T, D, N, E, K, RANK = 13, 6, 5, 4, 3, 2
@@ -118,21 +117,3 @@ def test_only_what_is_needed_is_made(needs: tuple[str, ...], monkeypatch: pytest
     spec, call = SPECS["down_backward_act"], {"d_out": d_out, "down_proj": down, "h": h, "scores": scores}
     made = outputs(spec, rows, torch.float64, **call, activation="swiglu", needs=needs)
     assert [value is not None for value in made] == [array.name in needs for array in spec.outputs]
-
-
-def test_the_namespace_has_every_method_with_its_parameters() -> None:
-    for name, method in inspect.getmembers(Namespace, inspect.isfunction):
-        if not name.startswith("_"):
-            ours = inspect.signature(getattr(Torch, name)).parameters
-            assert list(ours) == list(inspect.signature(method).parameters), name
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_are_rounded_to_their_dtype(dtype: torch.dtype) -> None:
-    dispatch = DISPATCHES["fixed"]
-    rows = replace(dispatch, **{key: to_torch(array) for key, array in dispatch.arrays.items()})
-    x, up = torch.randn(T, 16).to(dtype), torch.randn(E, 32, 16).to(dtype)
-    h, act = outputs(SPECS["up_forward"], rows, dtype, x=x, up_proj=up, activation="swiglu")
-    assert h.dtype == act.dtype == dtype
-    d_weight = SPECS["up_backward_weight"].formula(Torch(rows, torch.float32), dh=h, x=x)
-    assert d_weight.dtype == torch.float32 and d_weight.shape == up.shape

@@ -1,6 +1,6 @@
 """The kernels themselves in Numba's simulator: small shapes, small blocks, compared with the twin. Prints what differs.
 
-    NUMBA_ENABLE_CUDASIM=1 python simulate.py few|input|tiled|dense|strict
+    NUMBA_ENABLE_CUDASIM=1 python simulate.py input|tiled|dense
 
 A process of its own, because Numba looks at that variable when it is first imported. The simulator runs a Python
 thread for each CUDA thread, so blocks are cut to 32 of them.
@@ -14,7 +14,6 @@ from unittest import mock
 
 import numpy as np
 from routings import capacities, differences, make_foreign, make_routing, make_varying
-from strict import strict
 
 from blazeproto.dispatch import build_dispatch, build_dispatch_varying, dense, reference, tiled, workspace_bytes
 from blazeproto.runtime.numba_kernel import NumbaKernel
@@ -35,18 +34,6 @@ CASES = [
     ("sentinels", 70, 99, 3, "int32"),
     ("one_expert_busy", 33, 70, 35, "int32"),
 ]
-FEW = CASES[2:6]
-
-
-# Many chunks of one tile: blocks that sum the table take it in two turns.
-MANY_CHUNKS = {
-    "min_tile": 32,
-    "max_tile": 32,
-    "tile_pairs": 64,
-    "chunk_pairs": 64,
-    "num_chunks": 1000,
-    "few_chunks": 64,
-}
 
 
 def set_sizes(**changes: int) -> None:
@@ -54,8 +41,8 @@ def set_sizes(**changes: int) -> None:
     tiled.SIZES = tiled.SIZES._replace(**changes)
 
 
-def check_method(method: str, cases: list[tuple[str, int, int, int, str]] = CASES) -> Iterator[str]:
-    for kind, num_tokens, num_experts, top_k, dtype in cases:
+def check_method(method: str) -> Iterator[str]:
+    for kind, num_tokens, num_experts, top_k, dtype in CASES:
         ids = make_routing(kind, num_tokens, num_experts, top_k, dtype=dtype)
         expected = reference.build_dispatch(ids, num_experts)
         got = build_dispatch(ids, num_experts, method=method, validate=True)
@@ -128,57 +115,6 @@ def check_duplicates(method: str) -> Iterator[str]:
     del dispatch
 
 
-# (kind, E, K): one and two columns a thread, maps smaller than a scan's scratch
-DEFAULT_CASES = [("random", 256, 8), ("sentinels", 384, 8), ("random", 512, 10), ("random", 8, 2)]
-
-
-def check_small_strictly() -> Iterator[str]:
-    """Bounds, races and unset memory of method="tiled"."""
-    for number, (kind, num_tokens, num_experts, top_k, dtype) in enumerate(CASES):
-        set_sizes(few_chunks=8 * (number % 2))
-        ids = make_routing(kind, num_tokens, num_experts, top_k, dtype=dtype)
-        with strict():
-            got = build_dispatch(ids, num_experts, method="tiled")
-        lines = differences(got, reference.build_dispatch(ids, num_experts))
-        yield from (f"{kind} {ids.shape} E={num_experts}: {line}" for line in lines)
-
-    ids = make_foreign(23, 2, 8)
-    with strict():
-        got = build_dispatch(ids, 2, row_capacity=9)
-    lines = differences(got, reference.build_dispatch(ids, 2, row_capacity=9))
-    yield from (f"capacity 9 of {ids.shape} E=2: {line}" for line in lines)
-
-
-def check_strictly() -> Iterator[str]:
-    """`check_small_strictly`, then many chunks, then the plans that a million tokens get."""
-    yield from check_small_strictly()
-    set_sizes(**MANY_CHUNKS)
-    ids = make_routing("sentinels", 64 * 20 - 3, 9, 2)
-    assert tiled.plan(*ids.shape, 9).num_chunks == 20
-    with strict():
-        got = build_dispatch(ids, 9, method="tiled")
-    yield from (f"20 chunks: {line}" for line in differences(got, reference.build_dispatch(ids, 9)))
-
-    # What a GPU gets, but few threads for the scan: the simulator starts a Python thread for each.
-    set_sizes(**tiled.BlockSizes(scan_threads=32, few_chunks=0)._asdict())
-    for kind, num_experts, top_k in DEFAULT_CASES:
-        large = tiled.plan(2**20, top_k, num_experts)
-        num_tokens = large.chunk_tokens + large.tile_tokens + 77  # a whole chunk, then less
-        chosen = large._replace(num_chunks=-(-num_tokens // large.chunk_tokens))
-        ids = make_routing(kind, num_tokens, num_experts, top_k)
-        with strict(), mock.patch.object(tiled, "plan", return_value=chosen):
-            got = build_dispatch(ids, num_experts, method="tiled")
-        lines = differences(got, reference.build_dispatch(ids, num_experts))
-        yield from (f"{kind} {ids.shape} E={num_experts}, default sizes: {line}" for line in lines)
-
-
-def check_few() -> Iterator[str]:
-    """Some of what the others check: every kernel, each way of summing the table."""
-    yield from check_small_strictly()
-    for method in ("tiled", "dense"):
-        yield from check_method(method, FEW)
-
-
 def check_wide_ids(method: str) -> Iterator[str]:
     """An int64 id outside [0, E) is not here, whatever its lower 32 bits are."""
     ids = make_routing("sentinels", 40, 8, 4, dtype="int64")
@@ -190,7 +126,7 @@ def check_wide_ids(method: str) -> Iterator[str]:
 
 
 def check_input() -> Iterator[str]:
-    """Read-only ids are read; what the simulator cannot take is refused by name."""
+    """Read-only ids are read; a method that the simulator has not is refused."""
     ids = make_routing("random", 20, 8, 2)
     expected = reference.build_dispatch(ids, 8)
     ids.flags.writeable = False
@@ -202,27 +138,11 @@ def check_input() -> Iterator[str]:
     for array in varying:
         array.flags.writeable = False
     yield from differences(build_dispatch_varying(*varying, 9), reference.build_dispatch_varying(*varying, 9))
-    sealed = np.zeros(ids.size, np.int32)
-    sealed.flags.writeable = False
-    refused = [
-        (ids, {"method": "sort"}, ValueError, "method: expected 'tiled' or 'dense' in Numba's simulator, got 'sort'"),
-        (np.int32(3), {}, TypeError, "topk_experts: expected a NumPy array, got int32"),
-        (ids.view(np.matrix), {}, TypeError, "topk_experts: expected a NumPy array, got matrix"),
-        (np.ma.masked_array(ids), {}, TypeError, "topk_experts: expected a NumPy array, got MaskedArray"),
-        (
-            ids,
-            {"out": (sealed, np.zeros(9, np.int32), sealed.copy())},
-            ValueError,
-            "expert_pair_indices: expected an array to write to, got a read-only one",
-        ),
-    ]
-    for given, options, error, message in refused:
-        try:
-            build_dispatch(given, 8, **options)
-            yield f"taken, not refused: {message}"
-        except error as raised:
-            if message not in str(raised):
-                yield f"expected {message!r}, got {raised!r}"
+    try:
+        build_dispatch(ids, 8, method="sort")
+        yield "method='sort': taken, not refused"
+    except ValueError:
+        pass
 
 
 def main(what: str) -> None:
@@ -241,8 +161,7 @@ def main(what: str) -> None:
         few_chunks=0,
     )
     dense.THREADS, dense.SCAN_THREADS, dense.TILE_TOKENS, dense.MAX_TILES = 32, 32, 16, 12
-    checks = {"few": check_few, "input": check_input, "strict": check_strictly}
-    lines = list(checks[what]() if what in checks else check_method(what))
+    lines = list(check_input() if what == "input" else check_method(what))
     if what == "tiled":  # again, with blocks that sum the table themselves
         assert tiled.plan(75, 2, 8).scanned
         set_sizes(few_chunks=8)

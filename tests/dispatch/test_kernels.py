@@ -14,9 +14,7 @@ FULL = pytest.mark.full
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "what", ["input", *(pytest.param(what, marks=FULL) for what in ("few", "tiled", "dense", "strict"))]
-)
+@pytest.mark.parametrize("what", ["input", *(pytest.param(what, marks=FULL) for what in ("tiled", "dense"))])
 def test_simulated(what):
     simulate(Path(__file__).with_name("simulate.py"), what)
 

@@ -129,20 +129,3 @@ def test_given_outputs_are_filled(dtype, capacity):
     in_order = build_dispatch(ids, 5, row_capacity=capacity, out=tuple(np.full_like(a, -77) for a in out.values()))
     assert differences(by_name, expected) == differences(in_order, expected) == []
     assert all(getattr(by_name, name) is array for name, array in out.items())
-
-
-def test_fixed_counts_are_a_case_of_varying_ones():
-    ids = make_routing("random", 50, 16, 4)
-    fixed = build_dispatch(ids, 16)
-    tokens, offsets = np.repeat(np.arange(50, dtype=np.int32), 4), np.arange(0, 201, 4, dtype=np.int32)
-    varying = build_dispatch_varying(ids.reshape(-1), tokens, offsets, 16)
-    for name in ("expert_pair_indices", "expert_token_offsets", "token_index_map", "expert_token_indices"):
-        assert (getattr(fixed, name) == getattr(varying, name)).all()
-
-
-def test_an_expert_named_twice_is_refused_on_request():
-    ids = np.array([[0, 1], [2, 2]], np.int32)
-    build_dispatch(ids, 3)
-    with pytest.raises(ValueError, match=r"topk_experts.*distinct.*\[2, 2\] for token 1"):
-        build_dispatch(ids, 3, validate=True)
-    build_dispatch(np.array([[-1, -1], [9, 9]], np.int32), 3, validate=True)  # sentinels may repeat

@@ -63,12 +63,3 @@ def test_slices_of_columns_are_the_whole(slices: tuple[range, ...], biases: bool
             gemm.combine(part, case.dispatch, scores=case.scores, columns=columns, out=by_slices)
             assert by_slices[:, columns.stop :].isnan().all()
         assert torch.equal(by_slices, out)
-
-
-@pytest.mark.parametrize("columns", [range(4, 12), range(0, 16, 2), range(992, 1008)])
-def test_bad_columns_are_named(columns: range) -> None:
-    case = make_case(Sizes(20, 1000, 64, 3, 2))
-    with pytest.raises(ValueError, match="columns: expected a range in multiples of 8 within 0 to 1000"):
-        gemm.down_forward(rows_like(case, 64), case.down_proj, case.dispatch, columns=columns)
-    with pytest.raises(ValueError, match="columns: expected"):
-        gemm.combine(rows_like(case, 8), case.dispatch, columns=columns, out=torch.empty_like(case.x))

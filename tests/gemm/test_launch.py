@@ -103,15 +103,6 @@ def test_a_tensor_map_has_its_element(fake: FakeDriver) -> None:
     assert fake.dtypes == [BF16.tma, byte.tma] == [9, 0]  # CUtensorMapDataType
 
 
-def test_a_plan_wants_as_many_addresses_as_maps_and_words(fake: FakeDriver) -> None:
-    plan = make_plan()
-    plan.fill((0x1000, 0x2000), (1, 2))
-    with pytest.raises(ValueError, match="shorter"):
-        plan.fill((0x1000,), (1, 2))
-    with pytest.raises(struct.error):
-        plan.fill((0x1000, 0x2000), (1,))
-
-
 def test_a_thread_without_a_context(fake: FakeDriver) -> None:
     fake.errors = [driver.INVALID_CONTEXT]
     driver.launch(5, (1, 1), 32, 0, 0, (1, -2))

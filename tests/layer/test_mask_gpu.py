@@ -11,6 +11,7 @@ from torch import Tensor
 from blazeproto import MoE
 from blazeproto.router.choices import Hash
 from blazeproto.router.router import ROUTERS
+from tests.gpu import Captured, no_waiting
 
 pytestmark = pytest.mark.gpu
 
@@ -102,26 +103,16 @@ def test_nothing_waits_and_a_graph_takes_another_mask(router: str) -> None:
     batches = [batch(600, share) for share in (0.3, 0.8, 1.0)]
     x, d_out, mask = (t.clone() for t in batches[0])
     expected = [outcome(step(layer, *given, ids)) for given in batches]
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         step(layer, x, d_out, mask, ids)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     if router in DRAWING:
         return
     layer = layer_of(router, z_loss=0.1)  # whose nodes of autograd are all made on the stream that captures
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step(layer, x, d_out, mask, ids)
-    with torch.cuda.graph(graph, stream=stream):
-        made = step(layer, x, d_out, mask, ids)
+    captured = Captured(lambda: outcome(step(layer, x, d_out, mask, ids)))
     for given, right in zip(batches, expected, strict=True):
         for buffer, value in zip((x, d_out, mask), given, strict=True):
             buffer.copy_(value)
-        graph.replay()
-        assert all(map(torch.equal, outcome(made), right))
+        assert all(map(torch.equal, captured.replay(), right))
 
 
 @pytest.mark.parametrize("router", ["top_k", "capacity", "token_rounding"])

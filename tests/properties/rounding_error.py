@@ -116,7 +116,7 @@ class Problem:
 
 
 def error_bounds(problem: Problem) -> dict[str, Tensor]:
-    """A bound on the error of out, x, up_proj, down_proj, scores, up_bias, down_bias (their gradients), element by element."""
+    """A bound on the error of out and of the gradients of x, scores, weights and biases, by name, element by element."""
     p, dtype = problem, problem.dtype
     wide = torch.promote_types(dtype, torch.float32)
     unit = UNIT[wide]
@@ -176,7 +176,7 @@ def error_bounds(problem: Problem) -> dict[str, Tensor]:
     made = {
         "out": out,
         "x": gathered_sum(dx_rows, token, num_tokens, unit).rounded(dtype).rounded(p.x.dtype),
-        "up_proj": outer(dh, x).rounded(p.up_proj.dtype),
+        "gate_up_proj": outer(dh, x).rounded(p.up_proj.dtype),
         "down_proj": outer(d_out, a_scaled).rounded(p.down_proj.dtype),
     }
     flat = torch.zeros(p.scores.numel(), dtype=torch.float64)

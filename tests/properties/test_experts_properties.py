@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,10 +18,12 @@ from rounding_error import Problem, error_bounds
 from torch import Tensor
 
 from blazeproto.activations import ACTIVATIONS, activate, activate_backward, activation_named, clamped_swiglu
-from blazeproto.autograd import moe_mlp
 from blazeproto.dispatch import Dispatch
 from blazeproto.lab.oracle import dispatch_fixed
-from blazeproto.reference import moe_mlp as oracle
+from tests.autograd import conftest
+from tests.autograd.comparison import assert_same_bits
+
+NAMES = conftest.NAMES[:6]  # without low-rank factors
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 # dtypes of x, of weights and biases, and of autocast
@@ -33,85 +35,42 @@ DTYPES = [
 ]
 WIDTHS = [8, 16, 24, 32, 40, 1, 3, 5, 12, 17]
 POLICIES = ["minimal", "paper", "recompute"]
-NAMES = ("x", "up_proj", "down_proj", "scores", "up_bias", "down_bias")
 
 
 @dataclass
-class Case:
-    tensors: dict[str, Tensor | None]  # by NAMES
-    topk_experts: Tensor
-    varying: dict[str, Tensor]  # pair_tokens, token_offsets
-    dispatch: Dispatch | None
-    d_out: Tensor
-    num_experts: int
-    row_capacity: int | None
-    autocast: torch.dtype | None
-    options: dict[str, Any]  # activation, save, backend, combine, workspace_bytes
+class Case(conftest.Case):
+    """With a dispatch instead of ids, options of the call, and autocast."""
+
+    dispatch: Dispatch | None = None
+    how: dict[str, Any] = field(default_factory=dict)  # save, backend, combine, workspace_bytes
+    autocast: torch.dtype | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """In which products are computed."""
-        x = self.tensors["x"].dtype
-        return x if self.autocast is None or x == F64 else self.autocast
+        return self.x.dtype if self.autocast is None or self.x.dtype == F64 else self.autocast
 
     def forward(self, **options: Any) -> Tensor:
-        t = self.tensors
-        experts: dict[str, Any] = {"topk_experts": self.topk_experts, "row_capacity": self.row_capacity, **self.varying}
-        if self.dispatch is not None:
-            experts = {"dispatch": self.dispatch}
+        given = {} if self.dispatch is None else {"dispatch": self.dispatch, "topk_experts": None, "row_capacity": None}
         with torch.autocast("cpu", self.autocast) if self.autocast else contextlib.nullcontext():
-            return moe_mlp(
-                t["x"],
-                t["up_proj"],
-                t["down_proj"],
-                t["scores"],
-                num_experts=self.num_experts,
-                up_bias=t["up_bias"],
-                down_bias=t["down_bias"],
-                **experts,
-                **(self.options | options),
-            )
+            return super().forward(**given, **(self.how | options))
 
-    def run(self, **options: Any) -> dict[str, Tensor]:
-        """The output and the gradients of what requires one."""
-        for tensor in self.tensors.values():
-            if tensor is not None:
-                tensor.grad = None
-        out = self.forward(**options)
-        if out.requires_grad:
-            out.backward(self.d_out)
-        return {"out": out.detach()} | {name: t.grad for name, t in self.tensors.items() if t is not None}
+    def results(self, **options: Any) -> dict[str, Tensor]:
+        """The output and the gradients of what requires one, by name."""
+        return self.named(self.run(**options))
 
-    def expected(self) -> dict[str, Tensor]:
-        """The same by the oracle, all gradients, in float64."""
-        t = {n: None if v is None else v.detach().double().requires_grad_() for n, v in self.tensors.items()}
-        made = oracle(
-            t["x"],
-            t["up_proj"],
-            t["down_proj"],
-            t["scores"],
-            self.topk_experts,
-            num_experts=self.num_experts,
-            activation=self.options["activation"],
-            up_bias=t["up_bias"],
-            down_bias=t["down_bias"],
-            pair_tokens=self.varying.get("pair_tokens"),
-            row_capacity=self.row_capacity,
-        )
-        made.backward(self.d_out.double())
-        zeros = {n: torch.zeros_like(v) if v.grad is None else v.grad for n, v in t.items() if v is not None}
-        return {"out": made.detach()} | zeros
+    def named(self, results: list[Tensor]) -> dict[str, Tensor]:
+        return dict(zip(("out", *self.trained), results, strict=True))
 
     def problem(self) -> Problem:
-        experts = self.topk_experts.flatten().long()
-        here = (experts >= 0) & (experts < self.num_experts)
-        pair = torch.where(here, experts, self.num_experts).sort(stable=True).indices[: int(here.sum())]
-        pair = pair[: self.row_capacity]
+        experts, num_experts = self.topk_experts.flatten().long(), self.options["num_experts"]
+        here = (experts >= 0) & (experts < num_experts)
+        pair = torch.where(here, experts, num_experts).sort(stable=True).indices[: int(here.sum())]
+        pair = pair[: self.options["row_capacity"]]
         top_k = self.topk_experts.shape[-1]
         token = self.varying["pair_tokens"].long()[pair] if self.varying else pair // top_k
         return Problem(
-            **self.tensors,
-            d_out=self.d_out,
+            *(self.x, self.gate_up_proj, self.down_proj, self.scores, self.up_bias, self.down_bias, self.d_out),
             activation=self.options["activation"],
             row_pair=pair,
             row_token=token,
@@ -202,100 +161,62 @@ def draw_case(data: Any) -> Case:
     if data.draw(st.integers(0, 4), "expanded gradient") == 0:
         d_out = d_out.new_tensor(0.75).expand(num_tokens, d)
     up_bias, down_bias = data.draw(st.booleans(), "up_bias"), data.draw(st.booleans(), "down_bias")
-    tensors = {
-        "x": x,
-        "up_proj": normal(dtype, num_experts, halves * n, d, variance=1 / d),
-        "down_proj": normal(dtype, num_experts, d, n, variance=1 / n),
-        "scores": laid_out(scores, layout()),
-        "up_bias": normal(dtype, num_experts, halves * n) if up_bias else None,
-        "down_bias": normal(dtype, num_experts, d) if down_bias else None,
-    }
-    wants = data.draw(st.just([True] * 6) | st.lists(st.booleans(), min_size=6, max_size=6), "requires_grad")
-    for tensor, want in zip(tensors.values(), wants, strict=True):
-        if tensor is not None:
-            tensor.requires_grad_(want)
-    options = {
-        "activation": activation,
+    how = {
         "save": data.draw(st.sampled_from(POLICIES), "save"),
         "backend": data.draw(st.sampled_from(["torch", "auto"]), "backend"),
         "combine": data.draw(st.sampled_from(["gather", "fused", "fused_both"]), "combine"),
     }
     if dispatch is None:
-        options["workspace_bytes"] = workspace
-    return Case(tensors, experts, varying, dispatch, d_out, num_experts, row_capacity, autocast, options)
-
-
-def assert_same(got: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
-    """To the bit."""
-    assert got.keys() == expected.keys()
-    for name, value in got.items():
-        other = expected[name]
-        assert (value is None) == (other is None), name
-        assert value is None or torch.equal(value, other), name
+        how["workspace_bytes"] = workspace
+    case = Case(
+        x=x,
+        gate_up_proj=normal(dtype, num_experts, halves * n, d, variance=1 / d),
+        down_proj=normal(dtype, num_experts, d, n, variance=1 / n),
+        scores=laid_out(scores, layout()),
+        topk_experts=experts,
+        up_bias=normal(dtype, num_experts, halves * n) if up_bias else None,
+        down_bias=normal(dtype, num_experts, d) if down_bias else None,
+        options={"num_experts": num_experts, "activation": activation, "row_capacity": row_capacity},
+        varying=varying,
+        d_out=d_out,
+        dispatch=dispatch,
+        how=how,
+        autocast=autocast,
+    )
+    wants = data.draw(st.just([True] * 6) | st.lists(st.booleans(), min_size=6, max_size=6), "requires_grad")
+    for name, want in zip(NAMES, wants, strict=True):
+        if (tensor := getattr(case, name)) is not None:
+            tensor.requires_grad_(want)
+    return case
 
 
 def try_experts(data: Any) -> None:
+    """Every save policy gives the same bits."""
     case = draw_case(data)
-    got, expected, bounds = case.run(), case.expected(), error_bounds(case.problem())
+    got, bounds = case.results(), error_bounds(case.problem())
     assert got["out"].dtype == case.dtype
-    nothing = not any(t.requires_grad for t in case.tensors.values() if t is not None)
-    for name, exact in expected.items():
+    for name, exact in case.named(case.reference()).items():
         value = got[name]
         if name != "out":
-            wanted = case.tensors[name].requires_grad and not nothing
-            assert (value is not None) == wanted, f"gradient of {name}"
-            if value is None:
-                continue
-            assert value.dtype == case.tensors[name].dtype and value.shape == exact.shape
+            given = case.trained[name]
+            assert value.dtype == given.dtype and value.shape == exact.shape
         error, bound = (value.double() - exact).abs(), bounds[name]
         assert (error <= bound).all(), (
             f"{name}: off by {(error / bound).nan_to_num(math.inf).max():.3g} times what is allowed"
         )
 
     if case.dtype in (BF16, F16) and case.d_out.stride() != (0, 0):
-        for name in ("up_proj", "down_proj"):
-            grad = got[name]
+        for name in ("gate_up_proj", "down_proj"):
+            grad = got.get(name)
             if grad is not None and grad.dtype == F32 and (values := grad[grad != 0]).numel() >= 100:
                 rounded = (values.to(case.dtype).float() == values).double().mean()
                 assert rounded < 0.5, f"gradient of {name}: float32 that was rounded to {case.dtype}"
-    other = data.draw(st.sampled_from(POLICIES), "other policy")
-    assert_same(case.run(save=other), got)
+    assert_same_bits(case.results(save=data.draw(st.sampled_from(POLICIES), "other policy")).values(), got.values())
 
 
 @SHARDS
 def test_experts_against_the_oracle(shard: int) -> None:
     check(try_experts, shard, examples=1800)
-
-
-def try_policies(data: Any) -> None:
-    """Every save policy gives the same bits, and a forward pass without gradients those of training: at any width."""
-    dtype = data.draw(st.sampled_from([F32, BF16, F16, F64]), "dtype")
-    d, n = (data.draw(st.integers(1, 24), name) for name in "dn")
-    activation = data.draw(st.sampled_from(ACTIVATIONS), "activation")
-    num_tokens, num_experts, top_k = data.draw(st.integers(20, 40), "T"), 4, data.draw(st.integers(1, 4), "K")
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31), "seed of values"))
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype).requires_grad_()
-
-    width = activation_named(activation).halves * n
-    tensors = {"x": normal(num_tokens, d), "up_proj": normal(4, width, d), "down_proj": normal(4, d, n)}
-    scores = torch.rand(num_tokens, top_k, generator=generator).requires_grad_()
-    experts = torch.rand(num_tokens, num_experts, generator=generator).argsort(dim=1)[:, :top_k]
-    options = {"activation": activation, "backend": "torch"}
-    biases: dict[str, Tensor | None] = {"up_bias": None, "down_bias": None}
-    d_out = torch.randn(num_tokens, d, generator=generator).to(dtype)
-    case = Case(tensors | {"scores": scores} | biases, experts, {}, None, d_out, num_experts, None, None, options)
-    results = [case.run(save=policy) for policy in POLICIES]
-    for other in results[1:]:
-        assert_same(other, results[0])
-    with torch.no_grad():
-        assert torch.equal(case.forward(), results[0]["out"])
-
-
-@SHARDS
-def test_save_policies_agree_to_the_bit(shard: int) -> None:
-    check(try_policies, shard, examples=250)
 
 
 def try_bad_tokens(data: Any) -> None:
@@ -307,15 +228,13 @@ def try_bad_tokens(data: Any) -> None:
         return
     bad = torch.zeros(num_tokens, dtype=torch.bool)
     bad[data.draw(st.lists(st.integers(0, num_tokens - 1), min_size=1, max_size=3), "bad tokens")] = True
-    for tensor in case.tensors.values():
-        if tensor is not None:
+    for name in NAMES:
+        if (tensor := getattr(case, name)) is not None:
             tensor.requires_grad_()
-    clean = case.run()
-    x = torch.where(
-        bad[:, None], data.draw(st.sampled_from([math.nan, math.inf, -math.inf])), case.tensors["x"].detach()
-    )
-    case = replace(case, tensors=case.tensors | {"x": x.requires_grad_()})
-    got, problem = case.run(), case.problem()
+    clean = case.results()
+    x = torch.where(bad[:, None], data.draw(st.sampled_from([math.nan, math.inf, -math.inf])), case.x.detach())
+    case = replace(case, x=x.requires_grad_())
+    got, problem = case.results(), case.problem()
     runs = torch.zeros(num_tokens, dtype=torch.bool)
     runs[problem.row_token] = True
     assert torch.equal(got["out"][~bad], clean["out"][~bad])
@@ -323,12 +242,12 @@ def try_bad_tokens(data: Any) -> None:
     assert not got["out"][bad & runs].isfinite().all(dim=1).any() or case.options["activation"] != "swiglu"
     assert not got["out"][bad & ~runs].any()
     visited = problem.row_expert[bad[problem.row_token]]
-    others = torch.ones(case.num_experts, dtype=torch.bool)
+    others = torch.ones(case.options["num_experts"], dtype=torch.bool)
     others[visited] = False
-    for name in ("up_proj", "down_proj", "up_bias", "down_bias"):
-        if got.get(name) is not None:
+    for name in conftest.WEIGHTS:
+        if name in got:
             assert torch.equal(got[name][others], clean[name][others]), name
-    pairs = torch.ones(case.tensors["scores"].numel(), dtype=torch.bool)
+    pairs = torch.ones(case.scores.numel(), dtype=torch.bool)
     pairs[problem.row_pair[bad[problem.row_token]]] = False
     assert torch.equal(got["scores"].flatten()[pairs], clean["scores"].flatten()[pairs])
 

@@ -1,7 +1,7 @@
-"""What the tests of roads share: where a layer runs and in which dtypes, a plain training step, and comparing bits.
+"""Where a layer runs and in which dtypes, a plain training step, and comparing bits.
 
-A road is any way to a layer or through it beside the plain one (build, forward, backward): copies, files, hooks, checkpoints,
-wrappers, threads, streams, graphs. The same layer gives the same bits on each.
+The same layer gives the same bits in a plain step (build, forward, backward) and through copies, files, hooks, checkpoints,
+wrappers, threads, streams and graphs.
 """
 
 from __future__ import annotations
@@ -50,6 +50,12 @@ class Place:
             return contextlib.nullcontext()
         return torch.autocast(self.device, torch.bfloat16)
 
+    def forward(self, layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The output and the auxiliary loss."""
+        with self.autocast():
+            out, stats = layer(x)
+        return out, stats.aux_loss
+
 
 PLACES = pytest.mark.parametrize(
     "place",
@@ -79,9 +85,8 @@ def train(place: Place, layer: nn.Module, x: Tensor, d_out: Tensor) -> Results:
     """A plain training step: forward, backward."""
     x.grad = None
     layer.zero_grad()
-    with place.autocast():
-        out, stats = layer(x)
-    backward(out, stats.aux_loss, d_out)
+    out, aux_loss = place.forward(layer, x)
+    backward(out, aux_loss, d_out)
     return collect(out, x, layer)
 
 
@@ -94,7 +99,7 @@ def assert_same_bits(got: Results, expected: Results) -> None:
 
 
 def plain(place: Place, seed: int = 2, **options: Any) -> Results:
-    """What every road is compared with. Float32 weights have float32 gradients that were never rounded to bf16."""
+    """What all else is compared with. Float32 weights have float32 gradients that were never rounded to bf16."""
     results = train(place, place.build(**options), *place.batch(seed))
     if place.float32_weights:
         for name in ("gate_up_proj", "down_proj"):

@@ -1,4 +1,4 @@
-"""One process of several that train a layer together, started by `test_roads_ranks.py`."""
+"""One process of several that train a layer together, started by `test_wrapped.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from roads import Place, Results, assert_same_bits, plain, train
+from places import Place, Results, assert_same_bits, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -32,11 +32,14 @@ def whole(results: Results) -> Results:
 
 def check_rank(place: Place, wrapper: str, rank: int, ranks: int) -> None:
     """A rank's own output and gradient of x; its parameters' gradients are the mean of all ranks'. Ranks are a power of two, so
-    that the mean rounds as the sum does."""
-    expected = [plain(place, seed=10 + each) for each in range(ranks)]
+    that the mean rounds as the sum does. On rank 0 all tokens are alike, so that most experts are idle there."""
+    batches = [place.batch(10 + each) for each in range(ranks)]
+    with torch.no_grad():
+        batches[0][0][1:] = batches[0][0][0]
+    expected = [train(place, place.build(), *batch) for batch in batches]
     layer = wrapped(place.build(), wrapper, place, ranks)
     for _ in range(2):
-        got = whole(train(place, layer, *place.batch(10 + rank)))
+        got = whole(train(place, layer, *batches[rank]))
         mean = {name: sum(each[name] / ranks for each in expected) for name in expected[0]}
         assert_same_bits(got, mean | {name: expected[rank][name] for name in ("out", "x")})
 

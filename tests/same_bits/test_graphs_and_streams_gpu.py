@@ -1,15 +1,17 @@
-"""Roads that only a GPU has: graphs, streams, memory pools. Each gives the bits of the plain road."""
+"""A layer in graphs, on streams and in memory pools of a GPU has the bits of a plain step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from roads import TOKENS, Place, Results, assert_same_bits, in_two_threads, plain, train
+from places import TOKENS, Place, Results, assert_same_bits, backward, collect, in_two_threads, plain, train
 from torch import Tensor, nn
 
 from blazeproto import MoE
+from tests.gpu import Captured
 
 pytestmark = pytest.mark.gpu
 
@@ -55,28 +57,10 @@ class Step:
         eager.load(seed)
         return {name: t.clone() for name, t in eager().items()}
 
-    def warm_up(self) -> None:
-        """What a capture cannot do: compile kernels, and let libraries take their workspaces."""
+    def capture(self, pool: Any = None) -> Captured:
         for layer in self.layers:
             layer.prepare(TOKENS)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                self()
-        torch.cuda.current_stream().wait_stream(side)
-
-    def capture(self, pool: tuple[int, int] | None = None) -> tuple[torch.cuda.CUDAGraph, Results]:
-        self.warm_up()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            results = self()
-        return graph, results
-
-
-def poison(results: Results) -> None:
-    for t in results.values():
-        t.fill_(torch.nan if t.is_floating_point() else -1)
+        return Captured(self, pool)
 
 
 @PLACES
@@ -84,14 +68,11 @@ def poison(results: Results) -> None:
 def test_a_graph_of_two_layers(place: Place, save: str) -> None:
     """Captured once; replayed with other tokens and another routing."""
     step = Step(place, [place.build(seed=1, save=save), place.build(seed=4, save=save)])
-    graph, results = step.capture()
+    captured = step.capture()
     for seed in (5, 6, 5):
         expected = step.expected(seed)
         step.load(seed)
-        poison(results)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert_same_bits(results, expected)
+        assert_same_bits(captured.replay(), expected)
 
 
 @PLACES
@@ -104,11 +85,11 @@ def test_two_graphs_in_one_memory_pool(place: Place) -> None:
         expected = [step.expected(seed) for step in steps]
         for step in steps:
             step.load(seed)
-        for graph, _ in captured:
-            graph.replay()
+        for each in captured:
+            each.graph.replay()
         torch.cuda.synchronize()
-        for (_, results), want in zip(captured, expected, strict=True):
-            assert_same_bits(results, want)
+        for each, want in zip(captured, expected, strict=True):
+            assert_same_bits(each.results, want)
 
 
 @PLACES
@@ -116,7 +97,7 @@ def test_a_graph_beside_eager_steps(place: Place) -> None:
     """The layer goes on being used between replays, and its weights change."""
     layer = place.build()
     step = Step(place, [layer])
-    graph, results = step.capture()
+    captured = step.capture()
     for seed in (5, 6):
         with torch.no_grad():
             for p in layer.parameters():
@@ -124,9 +105,7 @@ def test_a_graph_beside_eager_steps(place: Place) -> None:
         expected = step.expected(seed)
         step.load(seed)
         train(place, layer, *place.batch(seed + 1))
-        graph.replay()
-        torch.cuda.synchronize()
-        assert_same_bits(results, expected)
+        assert_same_bits(captured.replay(), expected)
 
 
 class TensorsOnly(nn.Module):
@@ -152,10 +131,8 @@ def test_make_graphed_callables() -> None:
         layer.zero_grad()
         x, d_out = place.batch(seed)
         out, aux_loss = graphed(x)
-        torch.autograd.backward([out, aux_loss], [d_out, torch.ones_like(aux_loss)])
-        torch.cuda.synchronize()
-        got = {"out": out, "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
-        assert_same_bits({name: t.detach().clone() for name, t in got.items()}, expected[seed])
+        backward(out, aux_loss, d_out)
+        assert_same_bits(collect(out, x, layer), expected[seed])
 
 
 def allocate_and_overwrite() -> None:
@@ -190,13 +167,12 @@ def test_forward_and_backward_on_different_streams(place: Place) -> None:
     expected, layer, side = plain(place), place.build(), torch.cuda.Stream()
     x, d_out = place.batch()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side), place.autocast():
+    with torch.cuda.stream(side):
         torch.cuda._sleep(20_000_000)
-        out, stats = layer(x)
+        out, aux_loss = place.forward(layer, x)
     torch.cuda.current_stream().wait_stream(side)
-    torch.autograd.backward([out, stats.aux_loss], [d_out, torch.ones_like(stats.aux_loss)])
-    got = {"out": out.detach(), "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
-    assert_same_bits({name: t.clone() for name, t in got.items()}, expected)
+    backward(out, aux_loss, d_out)
+    assert_same_bits(collect(out, x, layer), expected)
 
 
 @PLACES
@@ -248,9 +224,7 @@ def test_memory_of_another_pool(place: Place) -> None:
 @pytest.mark.parametrize("free", [torch.cuda.empty_cache, allocate_and_overwrite])
 def test_memory_that_is_given_back_between_forward_and_backward(place: Place, free: Callable[[], None]) -> None:
     expected, layer, (x, d_out) = plain(place), place.build(), place.batch()
-    with place.autocast():
-        out, stats = layer(x)
+    out, aux_loss = place.forward(layer, x)
     free()
-    torch.autograd.backward([out, stats.aux_loss], [d_out, torch.ones_like(stats.aux_loss)])
-    got = {"out": out.detach(), "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
-    assert_same_bits(got, expected)
+    backward(out, aux_loss, d_out)
+    assert_same_bits(collect(out, x, layer), expected)

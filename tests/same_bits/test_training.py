@@ -1,5 +1,5 @@
-"""Every road through a layer that PyTorch has gives the bits of the plain one; float32 weights keep their unrounded gradients
-on it. On the CPU with the torch backend, on a Hopper GPU with the kernels."""
+"""Every way to train a layer that PyTorch has gives the bits of a plain step; float32 weights keep their unrounded gradients. On
+the CPU with the torch backend, on a Hopper GPU with the kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.utils.parametrize as parametrize
-from roads import (
+from places import (
     D_MODEL,
     PLACES,
     TOKENS,
@@ -69,9 +69,8 @@ def test_two_layers_share_their_weights(place: Place) -> None:
     first.zero_grad()
     second.zero_grad()
     for layer, (x, d_out) in zip((first, second), batches, strict=True):
-        with place.autocast():
-            out, stats = layer(x)
-        backward(out, stats.aux_loss, d_out)
+        out, aux_loss = place.forward(layer, x)
+        backward(out, aux_loss, d_out)
     for name in shared:
         assert torch.equal(getattr(first, name).grad, expected[0][name] + expected[1][name])
 
@@ -92,20 +91,18 @@ def test_accumulation_and_a_kept_graph(place: Place) -> None:
     first, second, layer = plain(place, seed=2), plain(place, seed=3), place.build()
     for seed in (2, 3):
         x, d_out = place.batch(seed)
-        with place.autocast():
-            out, stats = layer(x)
-        backward(out, stats.aux_loss, d_out)
+        out, aux_loss = place.forward(layer, x)
+        backward(out, aux_loss, d_out)
     for name, p in layer.named_parameters():
         assert torch.equal(p.grad, first[name] + second[name]), name
 
     layer.zero_grad()
     x, d_out = place.batch()
-    with place.autocast():
-        out, stats = layer(x)
+    out, aux_loss = place.forward(layer, x)
     for keep in (True, True, False):
         x.grad = None
         layer.zero_grad()
-        backward(out, stats.aux_loss, d_out, retain_graph=keep)
+        backward(out, aux_loss, d_out, retain_graph=keep)
         assert_same_bits(collect(out, x, layer), first)
 
 
@@ -117,23 +114,12 @@ def test_checkpoint(place: Place, reentrant: bool, save: str) -> None:
     expected, layer, (x, d_out) = plain(place), place.build(save=save), place.batch()
 
     def block(x: Tensor) -> tuple[Tensor, Tensor]:
-        with place.autocast():
-            out, stats = layer(x)
-        return out, stats.aux_loss
+        out, aux_loss = place.forward(layer, x)
+        return out, aux_loss
 
     out, aux_loss = checkpoint(block, x, use_reentrant=reentrant)
     backward(out, aux_loss, d_out)
     assert_same_bits(collect(out, x, layer), expected)
-
-
-@PLACES
-def test_no_checkpoint_loses_the_gradient_of_the_losses(place: Place) -> None:
-    """Those that a reentrant checkpoint returns inside other objects it would drop without a word."""
-    layer, (x, d_out) = place.build(), place.batch()
-    with place.autocast():
-        out, stats = checkpoint(layer, x, use_reentrant=True)
-    with pytest.raises(RuntimeError, match=r"aux_loss.*use_reentrant=False"):
-        backward(out, stats.aux_loss, d_out)
 
 
 HOOKED: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
@@ -174,27 +160,12 @@ def test_hooks(place: Place) -> None:
     layer.register_full_backward_hook(lambda *_: called.append("backward"))
     layer.down_proj.register_hook(lambda grad: called.append("tensor"))
     layer.down_proj.register_post_accumulate_grad_hook(lambda p: called.append("parameter"))
-    with place.autocast():
-        out, stats = layer(x)
+    out, aux_loss = place.forward(layer, x)
     out.register_hook(lambda grad: called.append("out"))
     out.grad_fn.register_hook(lambda *_: called.append("node"))
-    backward(out, stats.aux_loss, d_out)
+    backward(out, aux_loss, d_out)
     assert_same_bits(collect(out, x, layer), expected)
     assert set(called) == {"forward pre", "forward", "backward pre", "backward", "tensor", "parameter", "out", "node"}
-
-
-@PLACES
-def test_gradients_of_some_inputs(place: Place) -> None:
-    expected, layer, (x, d_out) = plain(place), place.build(), place.batch()
-    named = {"x": x, **dict(layer.named_parameters())}
-    for wanted in ([name] for name in named):
-        with place.autocast():
-            out, stats = layer(x)
-        inputs = [named[name] for name in wanted]
-        ones = torch.ones_like(stats.aux_loss)
-        made = torch.autograd.grad([out, stats.aux_loss], inputs, [d_out, ones])
-        assert_same_bits(dict(zip(wanted, made, strict=True)), {name: expected[name] for name in wanted})
-    assert all(t.grad is None for t in named.values())
 
 
 @PLACES
@@ -207,9 +178,8 @@ def test_frozen_parameters(place: Place) -> None:
         x, d_out = place.batch()
         for name, p in layer.named_parameters():
             p.requires_grad_(name not in frozen)
-        with place.autocast():
-            out, stats = layer(x)
-        losses = [(out, d_out)] + [(stats.aux_loss, torch.ones_like(stats.aux_loss))] * stats.aux_loss.requires_grad
+        out, aux_loss = place.forward(layer, x)
+        losses = [(out, d_out)] + [(aux_loss, torch.ones_like(aux_loss))] * aux_loss.requires_grad
         torch.autograd.backward(*zip(*losses, strict=True))
         assert torch.equal(x.grad, expected["x"])
         for name, p in layer.named_parameters():
@@ -236,11 +206,10 @@ def test_two_threads(place: Place, one_layer: bool) -> None:
     def work(number: int) -> None:
         for _ in range(5):
             x, d_out = place.batch(2 + number)
-            with place.autocast():
-                out, stats = layers[number](x)
+            out, aux_loss = place.forward(layers[number], x)
             inputs = [x, *layers[number].parameters()]
-            ones = torch.ones_like(stats.aux_loss)
-            made = torch.autograd.grad([out, stats.aux_loss], inputs, [d_out, ones])
+            ones = torch.ones_like(aux_loss)
+            made = torch.autograd.grad([out, aux_loss], inputs, [d_out, ones])
             got: Results = {"out": out.detach(), **dict(zip(names, made, strict=True))}
             assert_same_bits(got, expected[number])
 
@@ -258,9 +227,8 @@ def test_a_batch_of_any_shape(place: Place) -> None:
     ]
     for view in spread:
         layer, (x, d_out) = place.build(), place.batch()
-        with place.autocast():
-            out, stats = layer(view(x))
-        backward(out.reshape(x.shape), stats.aux_loss, d_out)
+        out, aux_loss = place.forward(layer, view(x))
+        backward(out.reshape(x.shape), aux_loss, d_out)
         assert_same_bits(collect(out.reshape(x.shape), x, layer), expected)
 
 
@@ -271,9 +239,8 @@ def test_compile(place: Place, compiler: str) -> None:
     torch.compiler.reset()
 
     def forward(x: Tensor) -> tuple[Tensor, Tensor]:
-        with place.autocast():
-            out, stats = layer(x)
-        return out, stats.aux_loss
+        out, aux_loss = place.forward(layer, x)
+        return out, aux_loss
 
     out, aux_loss = torch.compile(forward, fullgraph=True, backend=compiler)(x)
     backward(out, aux_loss, d_out)
