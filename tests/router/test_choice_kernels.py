@@ -1,15 +1,13 @@
-"""Choices by kernels: how the operators call them, the kernels compiled and simulated, refusals."""
+"""Choices by kernels: how the operators call them, the kernels compiled, refusals."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from simulator import simulate
 from stand_ins import play_kernels
 from test_topk import check_kernel, fresh_cache, on_device  # noqa: F401  fresh_cache is a fixture
 
@@ -192,13 +190,6 @@ def test_scoring_compiles(fresh_cache: None, score: str, together: bool) -> None
 
 def test_hashing_compiles(fresh_cache: None) -> None:  # noqa: F811
     check_kernel(topk.hash_kernel(128, 8))
-
-
-@pytest.mark.slow
-@pytest.mark.full  # the PTX machine runs the same kernels
-@pytest.mark.parametrize("part", ["few", "select", "scores"])
-def test_simulated(part: str) -> None:
-    simulate(Path(__file__).with_name("simulate_choices.py"), part)
 
 
 # --- Refusals ------------------------------------------------------------------------------------------------------------
