@@ -21,7 +21,6 @@ from blazeproto.router.choices import (
     Hash,
     TokenRounding,
     chosen_first_keys,
-    make_choice,
     rounded_counts,
 )
 from blazeproto.router.fallback import choose_top_k
@@ -242,35 +241,3 @@ def test_hash_is_even_and_seeds_differ() -> None:
         assert (load / load.mean() - 1).abs().max() < 0.06
     agree = (first[:, 0] == second[:, 0]).double().mean().item()
     assert agree == pytest.approx(1 / 12, abs=0.02)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Options
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "error", "message"),
-    [
-        ("nonsense", {}, ValueError, "choose: expected one of"),
-        ("capasity", {}, ValueError, "choose: expected one of .*, got 'capasity'; did you mean 'capacity'?"),
-        ("top_k", {"tile": 8}, TypeError, "tile: .*choose='top_k' takes no options.; choose='token_rounding' takes it"),
-        ("token_rounding", {"tiles": 8}, TypeError, "tiles: .* takes the options tile, .*; did you mean 'tile'?"),
-        ("token_rounding", {"tile": True}, TypeError, "tile: expected an int, got bool"),
-        ("token_rounding", {"eval_top_k": "no"}, TypeError, "eval_top_k: expected True or False, got 'no'"),
-        ("token_rounding", {"rule": "nr_g"}, ValueError, "rule: expected one of .*, got 'nr_g'; did you mean 'nr_"),
-        ("hash", {"seed": "a"}, TypeError, "seed: expected an int, got str"),
-        ("hash", {"seed": 1.0}, TypeError, "seed: expected an int, got float"),
-        ("capacity", {"capacity_factor": "1"}, TypeError, "capacity_factor: expected a number, got str"),
-        ("capacity", {"capacity_factor": True}, TypeError, "capacity_factor: expected a number, got bool"),
-        ("capacity", {"eval_top_k": 1}, TypeError, "eval_top_k: expected True or False, got 1"),
-        ("token_rounding", {"tile": 0}, ValueError, "tile: expected at least 1, got 0"),
-        ("token_rounding", {"tile": 2.0}, TypeError, "tile: expected an int, got float"),
-        ("token_rounding", {"rule": "nearest"}, ValueError, "rule: expected one of"),
-        ("expert_choice", {"capacity_factor": 0}, ValueError, "capacity_factor: expected a finite number above 0"),
-        ("capacity", {"capacity_factor": math.nan}, ValueError, "capacity_factor: expected a finite number above 0"),
-        ("capacity", {"priority": "random"}, ValueError, "priority: expected one of"),
-    ],
-)
-def test_bad_options(name: str, options: dict[str, object], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make_choice(name, options)

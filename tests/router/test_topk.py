@@ -12,6 +12,7 @@ from blazeproto.router import fallback, topk_route, topk_route_backward
 from blazeproto.router.scores import SCORES
 from blazeproto.runtime import arrays
 from blazeproto.runtime.numba_kernel import NumbaKernel
+from tests.refusals import refuses
 
 OPTIONS = [
     {"score": score, "renormalize": together, "scale": scale}
@@ -152,38 +153,34 @@ def on_device(*shape, dtype="float32"):
 
 
 @pytest.mark.parametrize(
-    ("logits", "top_k", "options", "error", "message"),
+    ("logits", "top_k", "options", "argument", "error"),
     [
-        (on_device(4, 8), 9, {}, ValueError, "top_k: expected 1 to 8 for E=8, got 9"),
-        (on_device(4, 64), 17, {}, ValueError, "top_k: expected 1 to 16 for E=64, got 17"),
-        (on_device(4, 8), 0, {}, ValueError, "top_k: expected 1 to 8"),
-        (on_device(4, 8), 2.0, {}, TypeError, "top_k: expected an int, got float"),
-        (on_device(4, 8), 2, {"scale": float("nan")}, ValueError, "scale: expected a finite number, got nan"),
-        (on_device(4, 1025), 2, {}, ValueError, r"logits: expected \(T, E\) with .* 1 <= E <= 1024, got \(4, 1025\)"),
-        (on_device(8), 2, {}, ValueError, r"logits: expected shape \(any, any\), got \(8,\)"),
-        (on_device(4, 8, dtype="float64"), 2, {}, TypeError, "logits: expected dtype float32 or bfloat16, got float64"),
-        (on_device(4, 8), 2, {"score": "cosine"}, ValueError, "score: expected one of .*, got 'cosine'"),
-        (on_device(4, 8), 2, {"bias": on_device(8)}, ValueError, "bias: expected None with score='softmax_topk'"),
-        (on_device(4, 8), 2, {"num_groups": 4}, TypeError, "top_groups: expected an int, got NoneType"),
-        (on_device(4, 8), 2, {"num_groups": 3, "top_groups": 2}, ValueError, "num_groups: expected a divisor of E=8"),
-        (on_device(4, 8), 5, GROUPS, ValueError, "top_k: expected at most 4, the experts of 2 of 4 groups, got 5"),
-        (on_device(4, 64), 2, {"num_groups": 64, "top_groups": 4}, ValueError, "num_groups: expected at most 32, got"),
-        (torch.zeros(4, 8), 5, GROUPS, ValueError, "top_k: expected at most 4, the experts of 2 of 4 groups, got 5"),
-        (torch.zeros(4, 8), 9, {}, ValueError, "top_k: expected 1 to 8 for E=8, got 9"),
-        (np.zeros((4, 8), np.float32), 2, {"bias": np.zeros(8)}, ValueError, "bias: expected None with score="),
-        (np.zeros((4, 8), np.uint16), 2, {}, TypeError, r"logits: .* got uint16; .* logits = \(logits.astype"),
+        (on_device(4, 8), 9, {}, "top_k", ValueError),
+        (on_device(4, 64), 17, {}, "top_k", ValueError),
+        (on_device(4, 8), 0, {}, "top_k", ValueError),
+        (on_device(4, 8), 2.0, {}, "top_k", TypeError),
+        (on_device(4, 8), 2, {"scale": float("nan")}, "scale", ValueError),
+        (on_device(4, 1025), 2, {}, "logits", ValueError),
+        (on_device(8), 2, {}, "logits", ValueError),
+        (on_device(4, 8, dtype="float64"), 2, {}, "logits", TypeError),
+        (on_device(4, 8), 2, {"score": "cosine"}, "score", ValueError),
+        (on_device(4, 8), 2, {"bias": on_device(8)}, "bias", ValueError),
+        (on_device(4, 8), 2, {"num_groups": 4}, "top_groups", TypeError),
+        (on_device(4, 8), 2, {"num_groups": 3, "top_groups": 2}, "num_groups", ValueError),
+        (on_device(4, 8), 5, GROUPS, "top_k", ValueError),
+        (on_device(4, 64), 2, {"num_groups": 64, "top_groups": 4}, "num_groups", ValueError),
+        (torch.zeros(4, 8), 5, GROUPS, "top_k", ValueError),
+        (torch.zeros(4, 8), 9, {}, "top_k", ValueError),
+        (np.zeros((4, 8), np.float32), 2, {"bias": np.zeros(8)}, "bias", ValueError),
+        (np.zeros((4, 8), np.uint16), 2, {}, "logits", TypeError),
     ],
 )
-def test_bad_input(logits, top_k, options, error, message):
-    with pytest.raises(error, match=message):
-        topk_route(logits, top_k, **options)
+def test_input_that_is_refused(logits, top_k, options, argument, error):
+    refuses(lambda: topk_route(logits, top_k, **options), argument, error)
 
 
-def test_bad_backward_input():
-    logits, experts = on_device(4, 8), on_device(4, 2, dtype="int32")
-    with pytest.raises(TypeError, match="experts: expected dtype int32, got int64"):
-        topk_route_backward(logits, on_device(4, 2, dtype="int64"), on_device(4, 2))
-    with pytest.raises(ValueError, match=r"d_scores: expected shape \(4, 2\), got \(4, 3\)"):
-        topk_route_backward(logits, experts, on_device(4, 3))
-    with pytest.raises(ValueError, match="d_scores: expected an array on cuda:0, got one on cuda:1"):
-        topk_route_backward(logits, experts, on_device(4, 2)._replace(device=1))
+def test_input_of_backward_that_is_refused():
+    logits, experts, d_scores = on_device(4, 8), on_device(4, 2, dtype="int32"), on_device(4, 2)
+    refuses(lambda: topk_route_backward(logits, on_device(4, 2, dtype="int64"), d_scores), "experts", TypeError)
+    refuses(lambda: topk_route_backward(logits, experts, on_device(4, 3)), "d_scores")
+    refuses(lambda: topk_route_backward(logits, experts, d_scores._replace(device=1)), "d_scores")
