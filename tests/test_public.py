@@ -48,15 +48,6 @@ WITH_SOURCE = {
 }
 
 
-def test_there_is_much_to_look_at() -> None:
-    assert len(FUNCTIONS) >= 35 and len(CLASSES) >= 8
-    assert {
-        "blazeproto.gemm.up_forward",
-        "blazeproto.build_dispatch",
-        "blazeproto.router.topk_route",
-    } <= FUNCTIONS.keys()
-
-
 @pytest.mark.parametrize("room", public_docs.ROOMS)
 def test_rooms_have_docstrings(room: str) -> None:
     assert len(public_docs.module_of(room).__doc__ or "") > 40
@@ -174,18 +165,6 @@ def test_a_wrong_docstring_is_found(old: str, new: str, complaint: str) -> None:
     assert complaint in complaints_about_function(sound, doc.replace(old, new))
 
 
-@pytest.mark.parametrize("name", ["blazeproto.gemm.up_forward", "blazeproto.moe_mlp", "blazeproto.router.topk_route"])
-def test_each_parameter_counts(name: str) -> None:
-    """With real functions: one that is renamed in the docstring, or loses its shape, is found."""
-    function = FUNCTIONS[name]
-    doc = inspect.cleandoc(function.__doc__)
-    for key, parameter in inspect.signature(function).parameters.items():
-        assert complaints_about_function(function, re.sub(rf"\b{key}\b", f"{key}2", doc)), key
-        if public_docs.is_array(parameter):
-            bare = re.sub(rf"\b({key}(?:, \w+)*:?) *\(", r"\1 [", doc)
-            assert f"{key}: no shape" in complaints_about_function(function, bare)
-
-
 def test_wrong_sources_and_exceptions_are_found() -> None:
     doc = sound.__doc__
     assert complaints_about_source(doc) == [] == complaints_about_raising(sound)
@@ -195,40 +174,11 @@ def test_wrong_sources_and_exceptions_are_found() -> None:
     assert complaints_about_raising(sound, doc.replace("ValueError", "WeltError")) == ["WeltError: no exception"]
 
 
-def test_wrong_classes_are_found() -> None:
-    class Bare:
-        pass
-
-    class WithMethod:
-        """Has one."""
-
-        def undocumented(self, x: int) -> None: ...
-
-    WithMethod.__module__ = "blazeproto.made"
-    WithMethod.undocumented.__module__ = "blazeproto.made"
-    assert complaints_about_class(Bare) == ["no docstring"]
-    assert complaints_about_class(WithMethod) == [".undocumented: no docstring"]
-
-
-SHAPES = (
-    "T, d",
-    "E, G n, d",
-    "E, 2n, d",
-    "P,",
-    "",
-    "T+1,",
-    "T, parts E",
-    "..., d_model",
-    "score_partials(n), R",
-    "...",
-)
+SHAPES = dict.fromkeys(("T, d", "E, G n, d", "E, 2n, d", "P,", "", "T+1,", "T, parts E", "..., d_model", "..."), True)
+SHAPES |= {"score_partials(n), R": True}
+SHAPES |= dict.fromkeys(("see above", "scores, experts", "the router's choice", "T, width of x"), False)
 
 
 @pytest.mark.parametrize("text", SHAPES)
-def test_shapes(text: str) -> None:
-    assert public_docs.is_shape(text)
-
-
-@pytest.mark.parametrize("text", ["see above", "scores, experts", "the router's choice", "T, width of x"])
-def test_what_is_no_shape(text: str) -> None:
-    assert not public_docs.is_shape(text)
+def test_what_is_a_shape(text: str) -> None:
+    assert bool(public_docs.is_shape(text)) == SHAPES[text]

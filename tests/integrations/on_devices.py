@@ -302,8 +302,9 @@ class TrainingStep:
         def hook(_: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
             x, ids, scores = (tensor.clone() for tensor in args)  # gradients of these are of the experts alone
             seen.update(x=x.detach(), ids=ids, scores=scores.detach())
-            x.register_hook(lambda gradient: seen.__setitem__("d_x", gradient.clone()))
-            scores.register_hook(lambda gradient: seen.__setitem__("d_scores", gradient.clone()))
+            if torch.is_grad_enabled():  # not so in the first pass of a reentrant checkpoint
+                x.register_hook(lambda gradient: seen.__setitem__("d_x", gradient.clone()))
+                scores.register_hook(lambda gradient: seen.__setitem__("d_scores", gradient.clone()))
             return x, ids, scores
 
         return hook
@@ -312,7 +313,8 @@ class TrainingStep:
     def _watch_output(seen: Results) -> Callable[..., Any]:
         def hook(_: nn.Module, __: object, out: Tensor) -> None:
             seen["out"] = out.detach().clone()
-            out.register_hook(lambda gradient: seen.__setitem__("d_out", gradient.clone()))
+            if torch.is_grad_enabled():
+                out.register_hook(lambda gradient: seen.__setitem__("d_out", gradient.clone()))
 
         return hook
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,9 +17,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from blazeproto.lab.accuracy import Pool
-from blazeproto.runtime import optional
 from tests.integrations import titan
 from tests.integrations.titan import EXPERTS, OVERRIDE, D, N, blocks, train
+from tests.one_rank import group  # noqa: F401
+from tests.refusals import refuses
 
 ours: Any = titan.load()
 
@@ -154,10 +153,8 @@ def test_sharding_goes_along() -> None:
 
 
 @pytest.fixture
-def one_rank() -> Any:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+def one_rank(group: Any) -> Any:  # noqa: F811
+    return init_device_mesh("cpu", (1,))
 
 
 def test_weights_that_are_dtensors_are_made_local(one_rank: Any) -> None:
@@ -226,7 +223,7 @@ def gpt_oss() -> Any:
     return module.GptOssGroupedExperts
 
 
-OTHERS = {
+OTHERS = {  # one of each line of `REFUSED`, and others
     "GptOss": (gpt_oss, "GptOssGroupedExperts: biases and a clamped SwiGLU, gate and up alternating"),
     "MXFP8": (lambda: low_precision("MXFP8", GroupedExperts), "MXFP8GroupedExperts: MXFP8 products"),
     "Float8": (lambda: low_precision("Float8", GroupedExperts), "Float8GroupedExperts: float8 products"),
@@ -243,10 +240,6 @@ def test_other_experts_are_refused_by_name(name: str) -> None:
     config.routed_experts.inner_experts = make().Config(dim=D, hidden_dim=N, num_experts=EXPERTS)
     with pytest.raises(ValueError, match=f"experts: expected torchtitan's GroupedExperts, .*, got .*{words}"):
         titan.overridden(config)
-
-
-def test_every_refusal_has_its_test() -> None:
-    assert ours.REFUSED.keys() <= OTHERS.keys()
 
 
 def test_a_class_made_of_ours_is_refused() -> None:
@@ -275,48 +268,13 @@ def test_quantised_weights_are_refused(change: Any, got: str) -> None:
 
 
 def test_a_wrong_policy_is_refused_when_it_is_set() -> None:
-    with pytest.raises(ValueError, match="save: expected one of 'minimal', 'paper', 'recompute', got 'all'"):
-        titan.overridden(titan.block_config(), save="all")
+    refuses(lambda: titan.overridden(titan.block_config(), save="all"), "save")
 
 
 def test_type_checking_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours.spmd, "is_type_checking", lambda: True)
-    with pytest.raises(ValueError, match="spmd_typechecking: expected False"):
-        experts_of(blocks()[1])(torch.randn(3, D), torch.tensor([3, 0, 0, 0, 0, 0]))
-
-
-def test_wrong_counts_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"counts: expected shape \(E,\) = \(6,\), got \(5,\)"):
-        experts_of(blocks()[1])(torch.randn(3, D), torch.zeros(5, dtype=torch.int64))
-
-
-@pytest.mark.parametrize("version", ["0.2.2", "1.3.0", None])
-def test_other_versions_are_refused_at_import(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optional, "installed", lambda names: {"torchtitan": version} if version else {})
-    monkeypatch.setattr(optional, "_is_importable", lambda module: False)
-    monkeypatch.delitem(sys.modules, ours.__name__)
-    optional.need.cache_clear()
-    with pytest.raises(ImportError, match=rf"expected torchtitan>=0\.3,<1, got {version or 'none'}: pip install"):
-        importlib.import_module(ours.__name__)
-    optional.need.cache_clear()
-
-
-def test_a_newer_version_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is warned of, and refused by the name of what it lacks."""
-    monkeypatch.setattr(optional, "installed", lambda names: {"torchtitan": "0.4.0"} if names else {})
-    monkeypatch.delitem(sys.modules, ours.__name__)
-    monkeypatch.delattr(sys.modules["torchtitan.config.override"], "derive")
-    optional.need.cache_clear()
-    with (
-        pytest.warns(
-            UserWarning, match=r"torchtitan 0\.4\.0 is newer than 0\.3, the newest that blazeproto is tested with"
-        ),
-        pytest.raises(
-            ImportError, match=r"^torchtitan 0\.4\.0: expected torchtitan\.config\.override:derive\(_, _, save=_\)"
-        ),
-    ):
-        importlib.import_module(ours.__name__)
-    optional.need.cache_clear()
+    experts = experts_of(blocks()[1])
+    refuses(lambda: experts(torch.randn(3, D), torch.tensor([3, 0, 0, 0, 0, 0])), "debug.spmd_typechecking")
 
 
 def test_a_missing_triton_is_told() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,13 +17,12 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers", reason="needs transformers 5.17 or later")
 
 from blazeproto import MoE  # noqa: E402
-from blazeproto.autograd import backends  # noqa: E402
 from blazeproto.autograd.low_rank import LowRank  # noqa: E402
 from blazeproto.integrations import peft  # noqa: E402
 from blazeproto.integrations import transformers as ours  # noqa: E402
-from blazeproto.runtime import optional  # noqa: E402
 from tests.integrations import families  # noqa: E402
 from tests.integrations.families import experts_of, tiny, tokens  # noqa: E402
+from tests.refusals import refuses  # noqa: E402
 
 DOZEN = families.of_this_version(families.DOZEN)
 OTHERS = [family for family in families.causal_families() if family not in families.DOZEN]
@@ -145,35 +144,6 @@ def moe_of(block: Any) -> MoE:
     return layer
 
 
-class Output(torch.nn.Module):
-    """A layer's output alone, as a transformers model's block returns it."""
-
-    def __init__(self, layer: MoE) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)[0]
-
-
-def logits_of(model: Any, implementation: str) -> Tensor:
-    model.set_experts_implementation(implementation)
-    with torch.no_grad():
-        return model(input_ids=tokens()).logits
-
-
-def test_deepseek_v3_with_groups_has_eagers_logits(calls: list[str]) -> None:
-    """With our experts beside its own router, and with our router too."""
-    model = deepseek_v3()
-    eager = logits_of(model, "eager")
-    assert not torch.allclose(logits_of(deepseek_v3(n_group=1, topk_group=1), "eager"), eager, atol=0.01), "no groups"
-    close(logits_of(model, "blazeproto"), eager)
-    assert len(calls) == len(model.model.layers)
-    for layer in model.model.layers:
-        layer.mlp = Output(moe_of(layer.mlp))
-    close(logits_of(model, "eager"), eager)
-
-
 @pytest.mark.parametrize("bias", [0.0, pytest.param(-2.0, id="negative keys")])
 def test_a_block_of_deepseek_v3_is_a_layer_of_ours(bias: float) -> None:
     if bias and not families.is_newest():
@@ -207,16 +177,25 @@ def outputs_and_gradients(experts: Any, implementation: str, inputs: tuple[Tenso
     return [tensor.detach() for tensor in (out, x.grad, scores.grad, *(p.grad for p in experts.parameters()))]
 
 
+def drawn() -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, ids and scores."""
+    return torch.randn(10, 32), torch.rand(10, 4).topk(2).indices, torch.rand(10, 2)
+
+
+def trains_as_eager(experts: Any, inputs: tuple[Tensor, Tensor, Tensor] | None = None) -> None:
+    inputs = inputs or drawn()
+    wanted = outputs_and_gradients(experts, "eager", inputs)
+    for got, want in zip(outputs_and_gradients(experts, "blazeproto", inputs), wanted, strict=True):
+        close(got, want)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("folder", "name"), CLASSES)
 def test_every_experts_class_trains_as_eager(folder: str, name: str) -> None:
     experts = families.experts_alone(folder, name)
     kind = name.partition(".")[2]
     assert path(experts) == ELSEWHERE.get(kind, IN_PLACE)
-    inputs = torch.randn(10, 32), torch.rand(10, 4).topk(2).indices, torch.rand(10, 2)
-    wanted = outputs_and_gradients(experts, "eager", inputs)
-    for got, want in zip(outputs_and_gradients(experts, "blazeproto", inputs), wanted, strict=True):
-        close(got, want)
+    trains_as_eager(experts)
 
 
 @pytest.mark.skipif(not families.is_newest(), reason="the table is of 5.24's classes")
@@ -242,10 +221,8 @@ def test_roads_are_those_of_classes_that_there_are() -> None:
 def test_gates_of_their_own_run_in_place(folder: str, name: str, activation: str, calls: list[str]) -> None:
     """At inputs that pass the limits."""
     experts = families.experts_alone(folder, f"modeling_{folder}.{name}")
-    inputs = 2 * torch.randn(10, 32), torch.rand(10, 4).topk(2).indices, torch.rand(10, 2)
-    wanted = outputs_and_gradients(experts, "eager", inputs)
-    for got, want in zip(outputs_and_gradients(experts, "blazeproto", inputs), wanted, strict=True):
-        close(got, want)
+    x, *choice = drawn()
+    trains_as_eager(experts, (2 * x, *choice))
     assert calls == [activation]
 
 
@@ -312,23 +289,19 @@ def offloaded() -> Any:
 
 @pytest.mark.parametrize("what", ours.REFUSED)
 def test_the_refused_are_refused_by_name(what: str, calls: list[str]) -> None:
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+
     experts = {"quantised": quantised, "offloaded": offloaded}[what]()
     experts.config._experts_implementation = "blazeproto"
-    with pytest.raises(ValueError, match=f'experts_implementation="blazeproto": MixtralExperts has {what} experts'):
-        experts(torch.randn(3, 32), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
+    for call in (experts, partial(ALL_FP8_EXPERTS_FUNCTIONS["blazeproto"], experts))[: 1 + (what == "quantised")]:
+        with pytest.raises(ValueError, match=f"MixtralExperts has {what} experts"):
+            call(*drawn())
     assert not calls
     assert path(experts).startswith(f"refused: {what}; expected ")
 
 
 def test_experts_that_are_nowhere_yet_are_refused() -> None:
     assert path(experts_module().to("meta")).startswith("refused: offloaded")
-
-
-def test_fp8_experts_are_refused() -> None:
-    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
-
-    with pytest.raises(ValueError, match="MixtralExperts has quantised experts"):
-        ALL_FP8_EXPERTS_FUNCTIONS["blazeproto"](experts_module(), None, None, None)
 
 
 def test_products_in_fp8() -> None:
@@ -349,8 +322,6 @@ def test_products_in_fp8() -> None:
         ours.experts_forward(experts, x, ids, scores, low_rank=factors, precision=name) for name in ("bf16", "fp8")
     ]
     assert torch.equal(*adapted) and not torch.equal(adapted[0], expected[0])
-    with pytest.raises(ValueError, match="precision: expected one of"):
-        ours.register(precision="fp16")
     path = ours.explain(experts)[""]
     assert "would be in place (torch" in path and path.endswith(", fp8)")
     experts.gate_up_proj = torch.nn.Parameter(torch.randn(4, 200, 32))
@@ -364,85 +335,6 @@ def test_products_in_fp8() -> None:
     assert torch.equal(ALL_EXPERTS_FUNCTIONS["blazeproto"](experts, x, ids, scores), expected[0])
 
 
-@pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """The versions that pip knows of, to be filled."""
-    versions: dict[str, str] = {}
-    monkeypatch.setattr(optional, "installed", lambda names: {n: versions[n] for n in names if n in versions})
-    optional.need.cache_clear()
-    yield versions
-    optional.need.cache_clear()
-
-
-@pytest.mark.parametrize("version", ["4.57.1", "5.16.2", "6.0.0.dev0"])
-def test_other_versions_are_refused(version: str, installed: dict[str, str]) -> None:
-    installed["transformers"] = version
-    with pytest.raises(ImportError, match=rf"expected transformers>=5\.17,<6, got {version}: pip install"):
-        ours.register()
-
-
-@pytest.mark.parametrize("version", ["5.17.0", "5.24.4"])
-def test_these_versions_are_taken(version: str, installed: dict[str, str]) -> None:
-    installed["transformers"] = version
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ours.register()
-
-
-@pytest.mark.parametrize("version", ["5.25.0", "5.100.0.dev0"])
-def test_a_newer_version_is_taken_with_a_warning(version: str, installed: dict[str, str]) -> None:
-    """Once, and of the caller's line."""
-    installed["transformers"] = version
-    with pytest.warns(
-        UserWarning, match=rf"transformers {version} is newer than 5\.24, the newest .* tested with"
-    ) as told:
-        ours.register()
-    assert [one.filename for one in told] == [__file__]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ours.register()
-
-
-def test_a_version_without_what_we_use_is_refused_by_name(
-    installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    installed["transformers"] = "5.24.0"
-    moe = transformers.integrations.moe
-    monkeypatch.setattr(moe, "use_experts_implementation", lambda kind, *, has_gate, has_bias, is_concatenated: None)
-    with pytest.raises(
-        ImportError, match=r"^transformers 5\.24\.0: expected .*:use_experts_.*argument 'is_transposed'"
-    ):
-        ours.register()
-    monkeypatch.undo()
-    monkeypatch.delattr(moe, "grouped_mm_experts_forward")
-    with pytest.raises(ImportError, match=r"expected .*:grouped_mm_experts_forward\(_, _, _, _\), got .* no attribute"):
-        ours.register()
-
-
-def test_a_flag_that_we_do_not_know_runs_as_it_is(calls: list[str]) -> None:
-    """A later decorator may say of experts that they do something else besides."""
-    experts = experts_module()
-    experts.has_pre_expert_norm = True
-    assert path(experts) == "grouped_mm: has_pre_expert_norm, which is not known here"
-    inputs = torch.randn(10, 32), torch.rand(10, 4).topk(2).indices, torch.rand(10, 2)
-    outputs_and_gradients(experts, "blazeproto", inputs)
-    assert not calls
-    experts.has_pre_expert_norm = False
-    assert path(experts) == IN_PLACE
-
-
-def test_a_missing_transformers_is_told(installed: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optional, "_is_importable", lambda module: False)
-    with pytest.raises(ImportError, match=r"expected transformers>=5\.17,<6, got none: pip install -e '\.\[transf"):
-        ours.register()
-
-
-def test_explain_takes_a_module() -> None:
-    with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module, got str"):
-        ours.explain("a name")  # type: ignore[arg-type]
-    assert ours.explain(torch.nn.Linear(2, 2)) == {}
-
-
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "blazeproto"])
 def test_explain_says_what_runs(implementation: str, calls: list[str]) -> None:
     """Not what would, with another implementation."""
@@ -451,33 +343,7 @@ def test_explain_says_what_runs(implementation: str, calls: list[str]) -> None:
     beginning = "in place (torch: " if implementation == "blazeproto" else f"{implementation}; experts_implementation="
     assert all(way.startswith(beginning) for way in ours.explain(model).values())
     assert bool(calls) == (implementation == "blazeproto")
-
-
-def test_explain_says_which_backend_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    experts = experts_module()
-    assert path(experts) == IN_PLACE
-    monkeypatch.setattr(backends, "_missing_on_device", lambda index: None)
-    monkeypatch.setattr(backends, "device_index", lambda device: 0)
-    monkeypatch.setattr(ours, "_weights", lambda experts: (None, FakeWeight(), None, None))
-    monkeypatch.setattr(ours, "REFUSED", {})
-    monkeypatch.setattr(ours, "_why_grouped_mm", lambda experts: None)
-    assert path(experts) == "in place (hopper, batch-invariant)"
-    monkeypatch.setattr(FakeWeight, "dtype", torch.float16)
-    assert path(experts) == "in place (torch: the kernels need torch.bfloat16 tensors; they are torch.float16)"
-
-
-class FakeWeight:
-    """As on a Hopper GPU."""
-
-    device, dtype, shape = torch.device("cuda", 0), torch.bfloat16, (4, 32, 16)
-
-
-def test_nothing_is_imported_before_it_is_needed() -> None:
-    light = (
-        "import sys, blazeproto\nassert not {'torch', 'numpy', 'cupy', 'numba', 'transformers'} & set(sys.modules)\n"
-    )
-    code = light + "import blazeproto.integrations.transformers\nassert 'transformers' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert ours.explain(torch.nn.Linear(2, 2)) == {}
 
 
 def stand_in_for_axolotl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -505,40 +371,6 @@ def test_the_pages_plugins_register(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- What a model does besides --------------------------------------------------------------------------------------------
-
-
-def test_save_and_load(tmp_path: Path, calls: list[str]) -> None:
-    model = tiny("qwen3_moe", experts_implementation="blazeproto")
-    ids = tokens()
-    with torch.no_grad():
-        logits = model(input_ids=ids).logits
-        assert len(calls) == 2
-        model.save_pretrained(tmp_path)
-        assert "blazeproto" not in (tmp_path / "config.json").read_text(), "it would not load without us"
-        again = type(model).from_pretrained(tmp_path, experts_implementation="blazeproto")
-        plain = type(model).from_pretrained(tmp_path)
-        assert torch.equal(again(input_ids=ids).logits, logits)
-        assert len(calls) == 4
-        close(plain(input_ids=ids).logits, logits)
-        assert len(calls) == 4
-    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradient_checkpointing(family: str, use_reentrant: bool, calls: list[str]) -> None:
-    model = tiny(family).train()
-    loss, gradients = train(model, "blazeproto")
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    if use_reentrant:
-        model.enable_input_require_grads()
-    calls.clear()
-    again, recomputed = train(model, "blazeproto")
-    assert len(calls) == 4, "each of two layers twice"
-    assert torch.equal(loss, again)
-    assert recomputed.keys() == gradients.keys()
-    for name, gradient in gradients.items():
-        close(recomputed[name], gradient)
 
 
 @pytest.mark.parametrize(
@@ -579,14 +411,12 @@ def test_weights_of_fewer_experts_than_the_module_says_are_refused() -> None:
     experts = families.experts_alone("mixtral", "modeling_mixtral.MixtralExperts")
     for name, weight in [*experts.named_parameters()]:
         setattr(experts, name, torch.nn.Parameter(weight.detach()[:3]))
-    inputs = torch.randn(10, 32), torch.rand(10, 4).topk(2).indices, torch.rand(10, 2)
-    with pytest.raises(ValueError, match="num_experts: expected 3 as the weights have, got 4"):
-        outputs_and_gradients(experts, "blazeproto", inputs)
+    refuses(lambda: outputs_and_gradients(experts, "blazeproto", drawn()), "num_experts")
 
 
 def test_tokens_of_another_dtype_are_cast_to_the_weights() -> None:
     experts = experts_module().bfloat16()
-    inputs = torch.randn(10, 32), torch.rand(10, 4).topk(2).indices, torch.rand(10, 2)
+    inputs = drawn()
     got = outputs_and_gradients(experts, "blazeproto", inputs)
     wanted = outputs_and_gradients(experts, "grouped_mm", inputs)
     for one, other in zip(got, wanted, strict=True):
@@ -621,7 +451,7 @@ def test_compiles_without_a_graph_break(folder: str, name: str) -> None:
     assert decide(experts)[1:] == (None, ours.activation_of(experts)), (
         "the compiler reads what a module is as Python does"
     )
-    inputs = torch.randn(10, 32), torch.rand(10, 4).topk(2).indices, torch.rand(10, 2)
+    inputs = drawn()
     wanted = outputs_and_gradients(experts, "blazeproto", inputs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -639,7 +469,7 @@ def test_compiled_code_is_not_shared_by_other_activations() -> None:
     alike[1].limit = 0.25
     for experts in alike:
         experts.config._experts_implementation = "blazeproto"
-    inputs = torch.randn(10, 32), torch.rand(10, 4).topk(2).indices, torch.rand(10, 2)
+    inputs = drawn()
     run = torch.compile(lambda experts: experts(*inputs), backend="eager", fullgraph=True)
     outs = [run(experts) for experts in alike]
     assert not torch.allclose(*outs, rtol=0.01)
@@ -647,49 +477,36 @@ def test_compiled_code_is_not_shared_by_other_activations() -> None:
         close(out, experts(*inputs))
 
 
-LISTENERS: dict[str, Callable[[Any, Callable[..., None]], Any]] = {
-    "forward hook": lambda act_fn, heard: act_fn.register_forward_hook(heard),
-    "forward pre-hook": lambda act_fn, heard: act_fn.register_forward_pre_hook(heard),
-    "backward hook": lambda act_fn, heard: act_fn.register_full_backward_hook(heard),
-    "backward pre-hook": lambda act_fn, heard: act_fn.register_full_backward_pre_hook(heard),
+OF_ACT_FN = "a hook on act_fn, or another forward of it"
+UNKNOWN: dict[str, tuple[Callable[[Any], object], str]] = {
+    "a flag": (lambda e: setattr(e, "has_pre_expert_norm", True), "has_pre_expert_norm, which is not known here"),
+    "another forward": (lambda e: setattr(e.act_fn, "forward", torch.nn.functional.softplus), OF_ACT_FN),
+    "a hook": (lambda e: e.act_fn.register_forward_hook(lambda *_: None), OF_ACT_FN),
+    "a hook before": (lambda e: e.act_fn.register_forward_pre_hook(lambda *_: None), OF_ACT_FN),
+    "a hook of backward": (lambda e: e.act_fn.register_full_backward_hook(lambda *_: None), OF_ACT_FN),
+    "a hook before backward": (lambda e: e.act_fn.register_full_backward_pre_hook(lambda *_: None), OF_ACT_FN),
 }
 
 
-@pytest.mark.parametrize("kind", LISTENERS)
-def test_a_hook_on_the_activation_runs(kind: str, calls: list[str]) -> None:
-    """In place nothing calls act_fn."""
-    experts, heard = experts_module(), []
-    hook = LISTENERS[kind](experts.act_fn, lambda *arguments: heard.append(1))
-    inputs = torch.randn(10, 32), torch.rand(10, 4).topk(2).indices, torch.rand(10, 2)
-    assert path(experts) == "grouped_mm: a hook on act_fn, or another forward of it"
-    outputs_and_gradients(experts, "blazeproto", inputs)
-    assert heard and not calls
-    hook.remove()
-    assert path(experts) == IN_PLACE
-    outputs_and_gradients(experts, "blazeproto", inputs)
-    assert len(heard) == 1 and calls
-
-
-def test_another_forward_of_the_activation_runs(calls: list[str]) -> None:
+@pytest.mark.parametrize("what", UNKNOWN)
+def test_experts_with_something_that_is_not_known_run_as_they_are(what: str, calls: list[str]) -> None:
+    """A later decorator may say of experts that they do something else besides; in place nothing calls act_fn."""
+    change, reason = UNKNOWN[what]
     experts = experts_module()
-    experts.act_fn.forward = torch.nn.functional.softplus
-    inputs = torch.randn(10, 32), torch.rand(10, 4).topk(2).indices, torch.rand(10, 2)
-    wanted = outputs_and_gradients(experts, "eager", inputs)
-    for got, want in zip(outputs_and_gradients(experts, "blazeproto", inputs), wanted, strict=True):
-        close(got, want)
+    change(experts)
+    assert path(experts) == f"grouped_mm: {reason}"
+    trains_as_eager(experts)
     assert not calls
 
 
-def test_a_gate_that_we_do_not_know_runs_as_it_is(calls: list[str]) -> None:
-    class Halved(type(experts_module())):  # type: ignore[misc]
-        def _apply_gate(self, gate_up: Tensor) -> Tensor:
-            gate, up = gate_up.chunk(2, dim=-1)
-            return 0.5 * self.act_fn(gate) * up
+def test_a_gate_that_is_not_known_runs_as_it_is(calls: list[str]) -> None:
+    experts = families.experts_alone("gpt_oss", "modeling_gpt_oss.GptOssExperts")
+    kind = type(experts)
 
-    experts = experts_module()
-    inputs = torch.randn(10, 32), torch.rand(10, 4).topk(2).indices, torch.rand(10, 2)
-    whole = outputs_and_gradients(experts, "eager", inputs)[0]
-    experts.__class__ = Halved
-    close(outputs_and_gradients(experts, "blazeproto", inputs)[0], whole / 2)
+    def halved_gate(self: Any, gate_up: Tensor) -> Tensor:
+        return 0.5 * kind._apply_gate(self, gate_up)
+
+    experts.__class__ = type("Halved", (kind,), {"_apply_gate": halved_gate})
+    assert path(experts).startswith("grouped_mm: its own gate, ") and path(experts).endswith("halved_gate")
+    trains_as_eager(experts)
     assert not calls
-    assert "Halved._apply_gate" in path(experts)

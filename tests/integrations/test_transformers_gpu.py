@@ -144,11 +144,14 @@ def test_experts_of_a_replayed_training_step_give_the_same_bits(family: str, dev
 
 @DEVICES
 @FAMILIES
-def test_gradient_checkpointing(family: str, device: str) -> None:
-    step = step_of(family, device)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing(family: str, use_reentrant: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, calls, moe_mlp = step_of(family, device), [], ours.moe_mlp
     plain = step()
-    step.model.gradient_checkpointing_enable()
+    step.model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    monkeypatch.setattr(ours, "moe_mlp", lambda *args, **options: (calls.append(1), moe_mlp(*args, **options))[1])
     recomputed = step()
+    assert len(calls) == 4, "each of two layers twice"
     assert abs(recomputed["loss"] - plain["loss"]) <= 2**-8 * plain["loss"]
     for name, gradient in recomputed.items():
         if name.startswith("gradient"):
@@ -167,6 +170,7 @@ def test_save_and_load(family: str, device: str, tmp_path: Path) -> None:
     with torch.no_grad():
         logits = model(input_ids=ids).logits
         model.save_pretrained(tmp_path)
+        assert "blazeproto" not in (tmp_path / "config.json").read_text(), "it would not load without us"
         options = {"attn_implementation": model.config._attn_implementation, "dtype": torch.bfloat16}
         again = type(model).from_pretrained(tmp_path, experts_implementation="blazeproto", **options).to(device)
         assert torch.equal(again(input_ids=ids).logits, logits)

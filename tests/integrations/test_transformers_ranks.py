@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ from blazeproto.distributed import AllToAll, Symmetric
 from blazeproto.integrations.transformers import expert_parallel, register
 from tests.integrations.families import experts_of, is_newest
 from tests.integrations.model_ranks import RANKS, model_of, run_rank
+from tests.one_rank import group  # noqa: F401
+from tests.refusals import refuses
 
 
 @pytest.mark.skipif(not is_newest(), reason="an earlier version lacks some of these families")
@@ -25,37 +26,18 @@ def test_two_ranks(tmp_path: Path) -> None:
     mp.start_processes(run_rank, args=(tmp_path,), nprocs=RANKS, start_method="spawn")
 
 
-@pytest.fixture
-def group() -> Iterator[dist.ProcessGroup]:
-    register()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-def test_refusals(group: dist.ProcessGroup) -> None:
+def test_refusals(group: dist.ProcessGroup) -> None:  # noqa: F811
     """Before anything changes."""
+    register()
     model: Any = model_of("qwen3_moe")
-    with pytest.raises(ValueError, match="model: expected one with experts of transformers, got Linear"):
-        expert_parallel(nn.Linear(2, 2), group)
-    with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module, got int"):
-        expert_parallel(3, group)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="mesh_or_group: expected a DeviceMesh or a ProcessGroup that this rank is in"):
-        expert_parallel(model, None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="dispatcher: expected one for num_experts=4, as the layer has, got AllToAll"):
-        expert_parallel(model, group, dispatcher=AllToAll(group, 2))
-    room = {"max_tokens": 8, "max_pairs": 16}
-    with pytest.raises(ValueError, match="dispatcher: expected one for d_model=32, as the layer has, got Symmetric"):
-        expert_parallel(model, group, dispatcher=Symmetric(group, 4, d_model=64, **room))
-    with pytest.raises(TypeError, match="dispatcher: expected an object with check, dispatch and combine"):
-        expert_parallel(model, group, dispatcher="all_to_all")  # type: ignore[arg-type]
+    refuses(lambda: expert_parallel(nn.Linear(2, 2), group), "model")
+    smaller, wider = AllToAll(group, 2), Symmetric(group, 4, d_model=64, max_tokens=8, max_pairs=16)
+    refuses(lambda: expert_parallel(model, group, dispatcher=smaller), "dispatcher")
+    refuses(lambda: expert_parallel(model, group, dispatcher=wider), "dispatcher")
     first, *_ = names = [*experts_of(model)]
     last = model.get_submodule(names[-1])
     last.act_fn = nn.Tanh()
-    with pytest.raises(ValueError, match=f"model: expected experts that run in place .* got {names[-1]}: grouped_mm"):
-        expert_parallel(model, group)
+    assert refuses(lambda: expert_parallel(model, group), "model").got.startswith(f"{names[-1]}: grouped_mm")
     assert not any(hasattr(parameter, "placements") for parameter in model.parameters())
     model.set_experts_implementation("eager")
-    with pytest.raises(ValueError, match=f"got {first}: eager; experts_implementation="):
-        expert_parallel(model, group)
+    assert refuses(lambda: expert_parallel(model, group), "model").got.startswith(f"{first}: eager")

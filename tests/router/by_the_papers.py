@@ -137,6 +137,21 @@ def capacity(scores: Scores, chosen: Sequence[Sequence[int]], factor: str, prior
     return sorted(pairs)
 
 
+def pairs_of_choice(choice: Any, scores: Scores, chosen: Sequence[Sequence[int]], draws: Sequence[float]) -> Pairs:
+    """The pairs that run. choice: of `blazeproto.router.choices`, or None.  chosen (T, K): the token choice."""
+    options, num_tokens, top_k = vars(choice) if choice is not None else {}, len(scores), len(chosen[0])
+    if "rule" in options:
+        tile = options["tile"]
+        if num_tokens < tile or num_tokens * top_k < len(scores[0]) * tile / 2:
+            tile = 1  # nothing is rounded, which no paper says
+        return token_rounding(scores, chosen, tile, options["rule"], draws)
+    if "priority" in options:
+        return capacity(scores, chosen, str(options["capacity_factor"]), options["priority"])
+    if "capacity_factor" in options:
+        return expert_choice(scores, top_k, str(options["capacity_factor"]))
+    return [(t, e) for t, experts in enumerate(chosen) for e in experts]
+
+
 def hashed(token_id: int, num_experts: int, top_k: int, seed: int) -> list[int]:
     """Highest-random-weight hashing with 24-bit weights: what `Hash` promises never to change."""
 

@@ -1,4 +1,5 @@
-"""A kind of scores in all kernels that know it, in Numba's simulator, compared with the fallback. Fails where they differ.
+"""The router's kernels in Numba's simulator, with one kind of scores, compared with the fallback. Fails where they differ.
+The PTX machine runs them at more shapes.
 
     NUMBA_ENABLE_CUDASIM=1 python simulate_score.py NAME
 
@@ -10,9 +11,12 @@ from __future__ import annotations
 import sys
 
 import numpy as np
+from adverse_scores import make_scores, size_of
 
 from blazeproto.router import (
+    choose_pairs,
     fallback,
+    hash_route,
     losses,
     pairs,
     routing_losses,
@@ -23,6 +27,7 @@ from blazeproto.router import (
     topk_route,
     topk_route_backward,
 )
+from blazeproto.router.kinds import WAYS
 from blazeproto.router.scores import SCORES
 
 LISTED, OFFSETS = np.array([0, 2, 1, 3, 5, 0, 6, -1], np.int32), np.array([0, 2, 3, 4, 5, 7], np.int32)
@@ -56,10 +61,18 @@ def main(score: str) -> None:
         check(score_pairs(*given, **options), fallback.score_pairs(*given, **options))
         given = (*given, rng.standard_normal(8, np.float32))
         check(score_pairs_backward(*given, **options), fallback.score_pairs_backward(*given, **options), 1e-3, 1e-5)
+    scores, chosen = make_scores("ties", 12, 3, 2)
+    draws = rng.random(3, np.float32)
+    for by in WAYS:
+        given = scores, chosen, by, size_of(by, 12, 2, 3), 39
+        check(choose_pairs(*given, draws=draws), fallback.choose_pairs(*given, draws=draws))
+    ids = np.array([0, 5, -1, 2**40 + 3, 50256], np.int64)
+    check(hash_route(ids, 40, 3, seed=3), fallback.hash_route(ids, 40, 3, seed=3))
 
 
 if __name__ == "__main__":
-    topk.THREADS = pairs.THREADS = losses.THREADS = 32  # the simulator runs a Python thread for each CUDA thread
+    # The simulator runs a Python thread for each CUDA thread.
+    topk.THREADS = pairs.THREADS = pairs.SELECT_THREADS = losses.THREADS = 32
     losses.SUM_THREADS, losses.MAX_BLOCKS = 64, 2
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         main(sys.argv[1])

@@ -13,6 +13,7 @@ import torch
 
 from blazeproto.router import Router
 from blazeproto.router.router import updated_bias
+from tests.refusals import refuses
 
 BIAS = torch.linspace(-0.1, 0.1, 8) + 1e-4  # no value is a bf16 or fp16 number
 
@@ -95,29 +96,23 @@ def test_the_mean_load_is_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    ("load", "error", "message"),
+    ("load", "error"),
     [
-        (torch.ones(1), ValueError, r"load: expected shape \(8,\), one count an expert, got \(1,\)"),
-        (torch.ones(4, 8), ValueError, r"load: expected shape \(8,\), one count an expert, got \(4, 8\)"),
-        (torch.ones(9), ValueError, r"load: expected shape \(8,\)"),
-        (torch.tensor(3), ValueError, r"load: expected shape \(8,\), one count an expert, got \(\)"),
-        (
-            torch.ones(8, dtype=torch.bool),
-            TypeError,
-            "load: expected an integer or floating-point tensor, got torch.bool",
-        ),
-        (torch.ones(8, dtype=torch.complex64), TypeError, "load: expected an integer or floating-point tensor"),
-        (torch.ones(8, device="meta"), ValueError, "load: expected device cpu .*, got meta"),
-        ([1] * 8, TypeError, "load: expected a torch.Tensor, got list"),
-        (np.ones(8), TypeError, "load: expected a torch.Tensor, got ndarray"),
+        (torch.ones(1), ValueError),
+        (torch.ones(4, 8), ValueError),
+        (torch.ones(9), ValueError),
+        (torch.tensor(3), ValueError),
+        (torch.ones(8, dtype=torch.bool), TypeError),
+        (torch.ones(8, dtype=torch.complex64), TypeError),
+        (torch.ones(8, device="meta"), ValueError),
+        ([1] * 8, TypeError),
+        (np.ones(8), TypeError),
     ],
 )
-def test_loads_that_are_refused(load: Any, error: type[Exception], message: str) -> None:
+def test_loads_that_are_refused(load: Any, error: type[Exception]) -> None:
     router = biased()
-    without_a_rate = Router(16, 8, 2, score="sigmoid")
-    for step in (router.update_bias, without_a_rate.update_bias):
-        with pytest.raises(error, match=message):
-            step(load)
+    for each in (router, Router(16, 8, 2, score="sigmoid")):  # of which one has no rate
+        refuses(lambda: each.update_bias(load), "load", error)  # noqa: B023
     assert router.expert_bias is not None and torch.equal(router.expert_bias, BIAS)
 
 

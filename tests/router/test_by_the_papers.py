@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from blazeproto.router import Router
+from blazeproto.router.choices import Hash
+from blazeproto.router.kinds import RULES
 from blazeproto.router.scores import SCORES
 
-RULES = ("nr_f", "sr_f", "nr_s", "balance_f", "up", "down")
 CHOICES: list[dict[str, Any]] = [
     {"choose": "top_k"},
     *({"choose": "token_rounding", "rule": rule} for rule in RULES),
@@ -36,20 +37,10 @@ def expected_pairs(
     scores = SCORES[router.score].value(logits)
     keys = rows if router.expert_bias is None else (scores + router.expert_bias).tolist()
     chosen = [papers.best_of_groups(row, router.top_k, router.num_groups, router.top_groups) for row in keys]
-    options = vars(choice) if choice is not None else {}
-    if "seed" in options:
-        chosen = [papers.hashed(i, router.num_experts, router.top_k, options["seed"]) for i in ids]
-    if "rule" in options:
-        tile, (num_tokens, num_experts) = options["tile"], logits.shape
-        if num_tokens < tile or num_tokens * router.top_k < num_experts * tile / 2:
-            tile = 1  # nothing is rounded, which no paper says
-        return chosen, papers.token_rounding(scores.tolist(), chosen, tile, options["rule"], draws)
-    if "priority" in options:
-        factor = str(options["capacity_factor"])
-        return chosen, papers.capacity(scores.tolist(), chosen, factor, options["priority"])
-    if "capacity_factor" in options:
-        return chosen, papers.expert_choice(scores.tolist(), router.top_k, str(options["capacity_factor"]))
-    return chosen, [(t, e) for t, experts in enumerate(chosen) for e in experts]
+    if isinstance(choice, Hash):
+        chosen = [papers.hashed(i, router.num_experts, router.top_k, choice.seed) for i in ids]
+        return chosen, papers.pairs_of_choice(None, scores.tolist(), chosen, draws)
+    return chosen, papers.pairs_of_choice(choice, scores.tolist(), chosen, draws)
 
 
 def check_router(seed: int, options: dict[str, Any]) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import by_the_papers as papers
 import numpy as np
 import pytest
 import torch
@@ -14,71 +14,67 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blazeproto.router import fallback
-from blazeproto.router.choice import choice_mask, rank_tokens
+from blazeproto.router.choice import rank_tokens
 from blazeproto.router.choices import (
     Capacity,
     ExpertChoice,
     Hash,
     TokenRounding,
     chosen_first_keys,
-    make_choice,
     rounded_counts,
 )
 from blazeproto.router.fallback import choose_top_k
+from blazeproto.router.kinds import RULES
 from blazeproto.router.pair_ops import choose_pairs
 
-RULES = ("nr_f", "sr_f", "nr_s", "balance_f", "up", "down")
 SOME = settings(max_examples=60, deadline=None)
 
 
 class Case(NamedTuple):
     scores: Tensor  # (T, E)
     experts: Tensor  # (T, K), by token choice
-    chosen: Tensor  # (T, E) bool
-    tile: int
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    num_tokens, num_experts = draw(st.integers(0, 80)), draw(st.integers(1, 12))
+    num_tokens, num_experts = draw(st.integers(1, 80)), draw(st.integers(1, 12))
     top_k = draw(st.integers(1, num_experts))
     torch.manual_seed(draw(st.integers(0, 2**31)))
     skew = torch.linspace(0, draw(st.sampled_from([0.0, 2.0, 60.0])), num_experts)
-    logits = torch.randn(num_tokens, num_experts) + skew
+    logits = torch.randn(num_tokens, num_experts, dtype=torch.float64) + skew
     if draw(st.booleans()):
         logits = torch.round(logits)  # ties
     scores = torch.sigmoid(logits) if draw(st.booleans()) else torch.softmax(logits, dim=1)
-    experts = choose_top_k(logits, top_k)
-    return Case(scores, experts, choice_mask(experts, num_experts), draw(st.sampled_from([1, 2, 3, 8, 16, 128])))
+    return Case(scores, choose_top_k(logits, top_k))
 
 
-def counts_of(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """f, floor(f), ceil(f) and where the latter is at most T."""
-    f = case.chosen.sum(dim=0)
-    ceil = (f + case.tile - 1) // case.tile * case.tile
-    return f, f // case.tile * case.tile, ceil, ceil <= case.scores.shape[0]
+FACTORS = st.sampled_from([0.2, 0.3, 1.0, 1.25, 2.0, 100.0])
+PRIORITIES = st.sampled_from(["slot", "token", "score"])
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        *(st.builds(TokenRounding, st.sampled_from([1, 2, 3, 8, 16, 128]), st.just(rule)) for rule in RULES),
+        st.builds(ExpertChoice, FACTORS),
+        st.builds(Capacity, FACTORS, PRIORITIES),
+    ],
+    ids=str,
+)
+@SOME
+@given(data=st.data(), case=cases())
+def test_a_choice_is_what_its_paper_says(choices: st.SearchStrategy[Any], data: st.DataObject, case: Case) -> None:
+    choice, generator = data.draw(choices), torch.Generator()
+    (num_tokens, num_experts), top_k = case.scores.shape, case.experts.shape[1]
+    draws = torch.rand(num_experts, generator=generator.manual_seed(3)).tolist()
+    mask = choice(case.scores, case.experts, generator.manual_seed(3))
+    pairs = papers.pairs_of_choice(choice, case.scores.tolist(), case.experts.tolist(), draws)
+    assert [*map(tuple, mask.nonzero().tolist())] == pairs
+    assert len(pairs) <= choice.max_pairs(num_tokens, num_experts, top_k)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Token rounding
-
-
-@pytest.mark.parametrize("rule", RULES)
-@SOME
-@given(case=cases())
-def test_rounding_gives_whole_tiles_less_than_one_from_token_choice(rule: str, case: Case) -> None:
-    choice = TokenRounding(tile=case.tile, rule=rule)
-    mask = choice(case.scores, case.experts)
-    f, floor, ceil, fits = counts_of(case)
-    n = mask.sum(dim=0)
-    (num_tokens, num_experts), top_k = case.scores.shape, case.experts.shape[1]
-    if num_tokens < case.tile or num_tokens * top_k / num_experts < case.tile / 2:
-        assert torch.equal(mask, case.chosen)
-        return
-    assert (n % case.tile == 0).all()
-    assert ((n - f).abs() < case.tile).all()
-    assert ((n == floor) | ((n == ceil) & fits)).all()
-    assert n.sum() <= choice.max_pairs(*case.scores.shape, case.experts.shape[1])
 
 
 @pytest.mark.parametrize("masked", [0, 7])
@@ -106,78 +102,11 @@ def test_a_batch_too_small_to_round_keeps_every_pair(rule: str, masked: int) -> 
         assert (choice.size(torch.tensor(num_tokens), 8, 1) == 16) == rounds
 
 
-@pytest.mark.parametrize("rule", RULES)
-@SOME
-@given(case=cases())
-def test_rounding_prefers_token_choice_then_scores(rule: str, case: Case) -> None:
-    mask = TokenRounding(tile=case.tile, rule=rule)(case.scores, case.experts)
-    for e in range(case.scores.shape[1]):
-        kept, chosen, scores = mask[:, e], case.chosen[:, e], case.scores[:, e]
-        left, came = chosen & ~kept, kept & ~chosen
-        assert not (left.any() and came.any())
-        if left.any() and kept.any():
-            assert scores[kept].min() >= scores[left].max()
-        if came.any() and (~kept).any():
-            assert scores[came].min() >= scores[~kept].max()
-
-
-@SOME
-@given(cases())
-def test_down_within_token_choice_within_up(case: Case) -> None:
-    down = TokenRounding(tile=case.tile, rule="down")(case.scores, case.experts)
-    up = TokenRounding(tile=case.tile, rule="up")(case.scores, case.experts)
-    fits = counts_of(case)[3]
-    assert not (down & ~case.chosen).any()
-    assert not (case.chosen & ~up)[:, fits].any()
-    assert torch.equal(up[:, ~fits], down[:, ~fits])  # no multiple above: both round down
-
-
-@given(st.lists(st.integers(0, 512), min_size=1, max_size=20), st.integers(1, 128))
-def test_nearest_rounding(counts: list[int], tile: int) -> None:
-    n = rounded_counts(torch.tensor(counts), tile, "nr_f", num_tokens=10**6)
-    for f, got in zip(counts, n.tolist(), strict=True):
-        floor, ceil = f // tile * tile, -(-f // tile) * tile
-        assert got == (ceil if ceil - f < f - floor else floor)
-
-
-def algorithm_6(counts: list[int], tile: int) -> list[int]:
-    """Balance-f as the paper prints it."""
-    z, rounded = 0, []
-    for f in counts:
-        floor, ceil = f // tile * tile, -(-f // tile) * tile
-        up, down = ceil - f, floor - f
-        if abs(up + z) < abs(down + z):
-            rounded.append(ceil)
-            z += up
-        else:
-            rounded.append(floor)
-            z += down
-    return rounded
-
-
-@given(st.lists(st.integers(0, 512), min_size=1, max_size=40), st.integers(1, 128))
-def test_balanced_rounding_is_algorithm_6_and_keeps_the_total(counts: list[int], tile: int) -> None:
-    n = rounded_counts(torch.tensor(counts), tile, "balance_f", num_tokens=10**6)
-    assert n.tolist() == algorithm_6(counts, tile)
-    error = (n - torch.tensor(counts)).cumsum(0)
-    assert 2 * error.abs().max() <= tile  # eq. 14's second bound, for every leading group of experts too
-
-
 def test_equation_14_first_bound_holds_within_a_tile_not_half_of_one() -> None:
     """The paper also bounds each expert's own error by M / 2. Its Algorithm 6 does not, nor can anything that keeps
     the total: of two experts with 4 tokens and tiles of 10, one must become 10 (6 off) or the total is 8 off. What
     holds for each expert is less than one tile (the property test above)."""
-    assert algorithm_6([4, 4], 10) == [0, 10]
     assert rounded_counts(torch.tensor([4, 4]), 10, "balance_f", num_tokens=100).tolist() == [0, 10]
-
-
-@SOME
-@given(cases())
-def test_balanced_rounding_bounds_what_it_may_round_up(case: Case) -> None:
-    """With T no multiple of the tile an expert of nearly all tokens must round down; the others stay balanced."""
-    n = TokenRounding(tile=case.tile, rule="balance_f")(case.scores, case.experts).sum(dim=0)
-    f, _, _, fits = counts_of(case)
-    assert 2 * (n - f)[fits].sum().abs() <= case.tile
 
 
 def drawn(count: int) -> Tensor | None:
@@ -227,22 +156,6 @@ def test_a_nan_token_stays_where_it_chose() -> None:
 # Expert choice
 
 
-@SOME
-@given(cases(), st.sampled_from([0.3, 1.0, 2.0, 100.0]))
-def test_expert_choice_takes_exactly_its_capacity_of_the_best(case: Case, factor: float) -> None:
-    num_tokens, num_experts = case.scores.shape
-    top_k = case.experts.shape[1]
-    choice = ExpertChoice(capacity_factor=factor)
-    mask = choice(case.scores, case.experts)
-    capacity = min(num_tokens, math.ceil(Fraction(str(factor)) * num_tokens * top_k / num_experts))
-    assert (mask.sum(dim=0) == capacity).all()
-    assert mask.sum() == choice.max_pairs(num_tokens, num_experts, top_k)
-    for e in range(num_experts):
-        kept = mask[:, e]
-        if kept.any() and (~kept).any():
-            assert case.scores[kept, e].min() >= case.scores[~kept, e].max()
-
-
 def test_every_expert_takes_a_nan_token() -> None:
     scores = torch.rand(8, 4)
     scores[6] = math.nan
@@ -251,37 +164,6 @@ def test_every_expert_takes_a_nan_token() -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Capacity
-
-
-def capacity_loop(case: Case, capacity: int, priority: str) -> Tensor:
-    num_tokens, top_k = case.experts.shape
-    pairs = [(t, k) for t in range(num_tokens) for k in range(top_k)]
-    if priority == "slot":
-        pairs.sort(key=lambda pair: pair[1])
-    elif priority == "score":  # V-MoE's Algorithm 2
-        pairs.sort(key=lambda pair: (pair[1], -case.scores[pair[0]].max().item()))
-    mask = torch.zeros_like(case.chosen)
-    load = [0] * case.scores.shape[1]
-    for pair in pairs:
-        e = int(case.experts[pair])
-        if load[e] < capacity:
-            mask[pair[0], e] = True
-            load[e] += 1
-    return mask
-
-
-@pytest.mark.parametrize("priority", ["slot", "token", "score"])
-@SOME
-@given(case=cases(), factor=st.sampled_from([0.2, 1.0, 1.25]))
-def test_capacity_is_the_loop_over_pairs(priority: str, case: Case, factor: float) -> None:
-    choice = Capacity(capacity_factor=factor, priority=priority)
-    num_tokens, num_experts = case.scores.shape
-    top_k = case.experts.shape[1]
-    mask = choice(case.scores, case.experts)
-    capacity = choice.size(num_tokens, num_experts, top_k)
-    assert (mask.sum(dim=0) <= capacity).all()
-    assert mask.sum() <= choice.max_pairs(num_tokens, num_experts, top_k)
-    assert torch.equal(mask, capacity_loop(case, capacity, priority))
 
 
 def test_batch_priority_is_first_choices_first_then_the_surest_token() -> None:
@@ -359,44 +241,3 @@ def test_hash_is_even_and_seeds_differ() -> None:
         assert (load / load.mean() - 1).abs().max() < 0.06
     agree = (first[:, 0] == second[:, 0]).double().mean().item()
     assert agree == pytest.approx(1 / 12, abs=0.02)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Options
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "error", "message"),
-    [
-        ("nonsense", {}, ValueError, "choose: expected one of"),
-        ("capasity", {}, ValueError, "choose: expected one of .*, got 'capasity'; did you mean 'capacity'?"),
-        ("top_k", {"tile": 8}, TypeError, "tile: .*choose='top_k' takes no options.; choose='token_rounding' takes it"),
-        ("token_rounding", {"tiles": 8}, TypeError, "tiles: .* takes the options tile, .*; did you mean 'tile'?"),
-        ("token_rounding", {"tile": True}, TypeError, "tile: expected an int, got bool"),
-        ("token_rounding", {"eval_top_k": "no"}, TypeError, "eval_top_k: expected True or False, got 'no'"),
-        ("token_rounding", {"rule": "nr_g"}, ValueError, "rule: expected one of .*, got 'nr_g'; did you mean 'nr_"),
-        ("hash", {"seed": "a"}, TypeError, "seed: expected an int, got str"),
-        ("hash", {"seed": 1.0}, TypeError, "seed: expected an int, got float"),
-        ("capacity", {"capacity_factor": "1"}, TypeError, "capacity_factor: expected a number, got str"),
-        ("capacity", {"capacity_factor": True}, TypeError, "capacity_factor: expected a number, got bool"),
-        ("capacity", {"eval_top_k": 1}, TypeError, "eval_top_k: expected True or False, got 1"),
-        ("token_rounding", {"tile": 0}, ValueError, "tile: expected at least 1, got 0"),
-        ("token_rounding", {"tile": 2.0}, TypeError, "tile: expected an int, got float"),
-        ("token_rounding", {"rule": "nearest"}, ValueError, "rule: expected one of"),
-        ("expert_choice", {"capacity_factor": 0}, ValueError, "capacity_factor: expected a finite number above 0"),
-        ("capacity", {"capacity_factor": math.nan}, ValueError, "capacity_factor: expected a finite number above 0"),
-        ("capacity", {"priority": "random"}, ValueError, "priority: expected one of"),
-    ],
-)
-def test_bad_options(name: str, options: dict[str, object], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make_choice(name, options)
-
-
-def test_a_choice_that_there_is_not_raises() -> None:
-    scores, experts = torch.rand(6, 4), torch.zeros(6, 1, dtype=torch.int32)
-    for choose in (choose_pairs.overload, choose_pairs.kernel):
-        with pytest.raises(ValueError, match=r"by: expected one of .*, got 'sloot'; did you mean 'slot'"):
-            choose(scores, experts, None, "sloot", [], 2, 24, None)
-    with pytest.raises(ValueError, match=r"by: expected one of .*, got 'sloot'; did you mean 'slot'"):
-        fallback.choose_pairs(scores, experts, "sloot", 2, 24)

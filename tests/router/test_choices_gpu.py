@@ -12,7 +12,6 @@ from test_choice_kernels import EVERY, pairs_of
 from blazeproto.router import ops, pair_ops
 from blazeproto.router.choices import Capacity, ExpertChoice, Hash, TokenRounding
 from blazeproto.router.kinds import DRAWING_RULES, MASK_32, RULES
-from blazeproto.router.router import ROUTERS, make_router
 from blazeproto.router.scores import SCORES
 
 pytestmark = pytest.mark.gpu
@@ -155,18 +154,3 @@ def test_hash_as_torch(dtype: torch.dtype) -> None:
         for seed in (0, 5, 2**40):
             made = ops.hash_experts(ids, num_experts, top_k, seed & MASK_32)
             assert torch.equal(made, Hash(seed)(ids, num_experts, top_k))
-
-
-@pytest.mark.parametrize("name", ROUTERS)
-def test_routers_compile_to_one_graph(name: str) -> None:
-    torch.compiler.reset()
-    router = make_router(name, 64, 32, 4, device="cuda")
-    x = torch.randn(1000, 64, device="cuda")
-    ids = torch.arange(1000, device="cuda") if name == "hash" else None
-    compiled = torch.compile(router, fullgraph=True, backend="aot_eager")
-    torch.manual_seed(1)
-    expected = router(x, token_ids=ids)
-    torch.manual_seed(1)
-    got = compiled(x, token_ids=ids)
-    torch.testing.assert_close(got, expected)
-    got.scores.sum().backward()

@@ -175,6 +175,28 @@ def test_top_k(score: Any, num_tokens: int, num_experts: int, top_k: int, half: 
     check_top_k(score, num_tokens, num_experts, top_k, half, renormalize, {})
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("num_experts", "top_k"), [(40, 8), (8, 2), (8, 8), (70, 16), (128, 8), (200, 6)])
+def test_top_k_of_logits_that_nearly_tie(num_experts: int, top_k: int) -> None:
+    """They differ only in the bits that an expert's id takes in a key, the higher id being better."""
+    rng = np.random.default_rng(0)
+    near = (0x40200000 + np.arange(num_experts, dtype=np.uint32)).view(np.float32)
+    some_clear = near.copy()  # the border between the last choice and the next expert is near
+    some_clear[rng.permutation(num_experts)[: top_k - 1]] = 3 + np.arange(top_k - 1)
+    rows = [near, some_clear]
+    if (
+        num_experts == 40
+    ):  # two lanes; of a pair the better expert, with the higher id, is dropped in its lane, or in the merge
+        for clear, pair in (([0, 1, 2, 3, 4, 5, 6], [7, 32]), ([0, 1, 2, 3, 24, 25, 26], [7, 31])):
+            row = -1 - rng.random(num_experts, np.float32)
+            row[clear], row[pair] = 10 + np.arange(7), near[:2]
+            rows.append(row)
+    logits = np.stack(rows)
+    with on_machine():
+        made = topk_route(logits, top_k)
+    np.testing.assert_array_equal(made[1], fallback.topk_route(logits, top_k)[1])
+
+
 def test_a_choice_that_is_clear_is_not_made_again() -> None:
     """Only where two of the best keys differ in the expert's bits alone are the logits read once more."""
     rng = np.random.default_rng(0)
