@@ -130,22 +130,25 @@ class Text:
         registers = {"r": "b32", "d": "b64", "f": "f32", "h": "b16", "p": "pred"}
         self.head += "".join(f".reg .{kind} %{name}<300>;\n" for name, kind in registers.items())
         # %d0 in, %d1 out, %d2 this thread's input, %d3 its output, %r0 its number, %r1 shared memory
-        self.add("ld.param.u64 %d0, [in]", "ld.param.u64 %d1, [out]", "cvta.to.global.u64 %d0, %d0")
-        self.add("cvta.to.global.u64 %d1, %d1", "mov.u32 %r0, %tid.x")
+        self.add("""
+            ld.param.u64 %d0, [in]; ld.param.u64 %d1, [out]; cvta.to.global.u64 %d0, %d0;
+            cvta.to.global.u64 %d1, %d1; mov.u32 %r0, %tid.x;
+        """)
         if shared:
             self.add("mov.u32 %r1, smem")
         if with_map:
-            self.add("mov.b64 %d4, map", "cvta.param.u64 %d4, %d4")
+            self.add("mov.b64 %d4, map; cvta.param.u64 %d4, %d4")
 
-    def add(self, *lines: str) -> None:
-        self.lines += [f"\t{line};" for line in lines]
-
-    def label(self, name: str) -> None:
-        self.lines.append(f"{name}:")
+    def add(self, text: str) -> None:
+        """Instructions, between semicolons, and labels, each at a line's end."""
+        parts = [part.strip() for line in text.splitlines() for part in line.split(";")]
+        self.lines += [part if part.endswith(":") else f"\t{part};" for part in parts if part]
 
     def thread_addresses(self, in_words: int, out_words: int) -> None:
-        self.add(f"mul.wide.u32 %d2, %r0, {8 * in_words}", "add.s64 %d2, %d0, %d2")
-        self.add(f"mul.wide.u32 %d3, %r0, {8 * out_words}", "add.s64 %d3, %d1, %d3")
+        self.add(f"""
+            mul.wide.u32 %d2, %r0, {8 * in_words}; add.s64 %d2, %d0, %d2;
+            mul.wide.u32 %d3, %r0, {8 * out_words}; add.s64 %d3, %d1, %d3;
+        """)
 
     def __str__(self) -> str:
         return self.head + "\n".join([*self.lines, "\tret;", "}\n"])
@@ -162,7 +165,7 @@ def arithmetic(seed: int, instructions: list[tuple[str, ...]]) -> Program:
         store = {"R": "r", "s": "r", "b": "r", "D": "d", "x": "f"}.get(kind, kind)
         name, at = f"%{store}{100 + index}", f"[%d2+{8 * index}]"
         if store == "p":
-            text.add(f"ld.global.u32 %r{100 + index}, {at}", f"setp.ne.u32 {name}, %r{100 + index}, 0")
+            text.add(f"ld.global.u32 %r{100 + index}, {at}; setp.ne.u32 {name}, %r{100 + index}, 0")
         else:
             text.add(f"ld.global.{ {'r': 'u32', 'd': 'u64', 'f': 'f32', 'h': 'u16'}[store] } {name}, {at}")
         loaded.setdefault(kind, []).append(name)
@@ -192,28 +195,27 @@ def shuffles(seed: int) -> Program:
     choose = random.Random(seed)
     text, out = Text(), 0
     text.thread_addresses(1, 10)
-    text.add("ld.global.u32 %r2, [%d2]", "setp.lt.s32 %p9, %r2, 0")
+    text.add("ld.global.u32 %r2, [%d2]; setp.lt.s32 %p9, %r2, 0")
     for kind, amounts in (("idx", (0, 5, 31, 40)), ("up", (1, 2, 16, 31)), ("bfly", (1, 2, 8, 16))):
         for _ in range(2):
             clamp = choose.choice((0, 0x1F00, 0x1800, 0x101F if kind != "up" else 0x1000, 0x1F if kind != "up" else 0))
             lane = f"{choose.choice(amounts)}"
-            text.add(f"mov.u32 %r3, {clamp}", "mov.u32 %r4, -1", f"mov.u32 %r5, {lane}")
-            text.add(f"shfl.sync.{kind}.b32 %r6|%p1, %r2, %r5, %r3, %r4", "selp.u32 %r7, 1, 0, %p1")
-            text.add(f"st.global.v2.u32 [%d3+{8 * out}], {{%r6, %r7}}")
+            text.add(f"""
+                mov.u32 %r3, {clamp}; mov.u32 %r4, -1; mov.u32 %r5, {lane};
+                shfl.sync.{kind}.b32 %r6|%p1, %r2, %r5, %r3, %r4; selp.u32 %r7, 1, 0, %p1;
+                st.global.v2.u32 [%d3+{8 * out}], {{%r6, %r7}};
+            """)
             out += 1
-    text.add("mov.u32 %r4, -1", "redux.sync.max.s32 %r6, %r2, %r4", f"st.global.u32 [%d3+{8 * out}], %r6")
-    text.add("vote.sync.all.pred %p2, %p9, %r4", "vote.sync.ballot.b32 %r7, %p9, %r4", "selp.u32 %r6, 1, 0, %p2")
-    text.add(
-        f"st.global.v2.u32 [%d3+{8 * out + 8}], {{%r6, %r7}}", "bar.red.or.pred %p3, 0, %p9", "selp.u32 %r6, 1, 0, %p3"
-    )
-    text.add(f"st.global.u32 [%d3+{8 * out + 16}], %r6", "bar.warp.sync -1")
+    text.add(f"""
+        mov.u32 %r4, -1; redux.sync.max.s32 %r6, %r2, %r4; st.global.u32 [%d3+{8 * out}], %r6;
+        vote.sync.all.pred %p2, %p9, %r4; vote.sync.ballot.b32 %r7, %p9, %r4; selp.u32 %r6, 1, 0, %p2;
+        st.global.v2.u32 [%d3+{8 * out + 8}], {{%r6, %r7}}; bar.red.or.pred %p3, 0, %p9; selp.u32 %r6, 1, 0, %p3;
+        st.global.u32 [%d3+{8 * out + 16}], %r6; bar.warp.sync -1;
+    """)
     draw = np.random.default_rng(seed)
     sign = draw.choice([0.0, 0.5, 1.0])
     data = draw.integers(0, 2**31, LANES, np.uint64) | (draw.random(LANES) < sign).astype(np.uint64) << np.uint64(31)
     return Program(f"shuffles {seed}", str(text), data.view(np.uint8), LANES * 80)
-
-
-WIDTHS = {"u8": 1, "s8": 1, "u16": 2, "u32": 4, "s32": 4, "b32": 4, "f32": 4}
 
 
 def shared_memory(seed: int) -> Program:
@@ -221,37 +223,26 @@ def shared_memory(seed: int) -> Program:
     choose, draw = random.Random(seed), np.random.default_rng(seed)
     text = Text(shared=SHARED_BYTES)
     text.thread_addresses(8, 8)
-    text.add("ld.global.nc.v4.u32 {%r10,%r11,%r12,%r13}, [%d2]", "ld.global.v4.f32 {%f10,%f11,%f12,%f13}, [%d2+16]")
-    text.add("ld.global.nc.b32 %r14, [%d2+32]", "ld.global.nc.f32 %f14, [%d2+36]", "ld.global.nc.s32 %r15, [%d2+40]")
-    text.add("ld.global.v2.u32 {%r16,%r17}, [%d2+48]", "ld.global.s32 %d10, [%d2+56]", "ld.global.u16 %h10, [%d2+60]")
-    text.add("shl.b32 %r2, %r0, 6", "add.s32 %r3, %r1, %r2", "cvt.u64.u32 %d20, %r3")
-    text.add("st.shared.v4.u32 [%d20], {%r10,%r11,%r12,%r13}", "st.shared.v2.u32 [%d20+16], {%r16,%r17}")
-    text.add("st.shared.u32 [%d20+24], %r14", "st.shared.f32 [%d20+28], %f14", "st.shared.u8 [%d20+32], %h10")
-    text.add("st.shared.v2.b32 [%d20+40], {%r15,%r14}", "st.shared.u32 [%d20+48], %r15", "bar.sync 0")
-    text.add(f"xor.b32 %r4, %r0, {choose.choice((1, 5, 31))}", "shl.b32 %r4, %r4, 6", "add.s32 %r4, %r1, %r4")
-    text.add("cvt.u64.u32 %d21, %r4", "ld.shared.v4.b32 {%r20,%r21,%r22,%r23}, [%d21]", "ld.shared.f32 %f20, [%d21+28]")
-    text.add("ld.shared.v2.b32 {%r24,%r25}, [%d21+16]", "ld.shared.s8 %r26, [%d21+32]", "ld.shared.s32 %d22, [%d21+48]")
-    text.add("ld.shared.v2.u32 {%r27,%r28}, [%d21+40]", "ld.shared.u32 %r29, [%d21+24]")
-    text.add("ld.shared.v4.u32 {%r30,%r31,%r32,%r33}, [%d21]")
-    text.add(
-        "st.global.v4.u32 [%d3], {%r20,%r33,%r22,%r31}",
-        "st.global.v2.u32 [%d3+16], {%r24,%r26}",
-        "st.global.u32 [%d3+24], %r29",
-    )
-    text.add(
-        "ld.param.u32 %r35, [in]",
-        "ld.param.s32 %d23, [in+4]",
-        "ld.param.v2.u32 {%r36,%r37}, [out]",
-        "sub.s32 %r35, %r35, %r35",
-    )
-    text.add(
-        "st.global.cs.v4.u32 [%d3], {%r20,%r33,%r22,%r31}", "add.s32 %r29, %r29, %r35", "st.global.u32 [%d3+24], %r29"
-    )
-    text.add(
-        "st.global.f32 [%d3+28], %f20", "st.global.cs.v2.u32 [%d3+32], {%r27,%r28}", "st.global.u64 [%d3+40], %d22"
-    )
-    text.add("add.s64 %d22, %d22, %d10", "cvt.u32.u64 %r34, %d22", "st.global.v2.f32 [%d3+48], {%f13,%f11}")
-    text.add("st.global.u32 [%d3+56], %r34", "st.global.u16 [%d3+60], %h10")
+    text.add(f"""
+        ld.global.nc.v4.u32 {{%r10,%r11,%r12,%r13}}, [%d2]; ld.global.v4.f32 {{%f10,%f11,%f12,%f13}}, [%d2+16];
+        ld.global.nc.b32 %r14, [%d2+32]; ld.global.nc.f32 %f14, [%d2+36]; ld.global.nc.s32 %r15, [%d2+40];
+        ld.global.v2.u32 {{%r16,%r17}}, [%d2+48]; ld.global.s32 %d10, [%d2+56]; ld.global.u16 %h10, [%d2+60];
+        shl.b32 %r2, %r0, 6; add.s32 %r3, %r1, %r2; cvt.u64.u32 %d20, %r3;
+        st.shared.v4.u32 [%d20], {{%r10,%r11,%r12,%r13}}; st.shared.v2.u32 [%d20+16], {{%r16,%r17}};
+        st.shared.u32 [%d20+24], %r14; st.shared.f32 [%d20+28], %f14; st.shared.u8 [%d20+32], %h10;
+        st.shared.v2.b32 [%d20+40], {{%r15,%r14}}; st.shared.u32 [%d20+48], %r15; bar.sync 0;
+        xor.b32 %r4, %r0, {choose.choice((1, 5, 31))}; shl.b32 %r4, %r4, 6; add.s32 %r4, %r1, %r4;
+        cvt.u64.u32 %d21, %r4; ld.shared.v4.b32 {{%r20,%r21,%r22,%r23}}, [%d21]; ld.shared.f32 %f20, [%d21+28];
+        ld.shared.v2.b32 {{%r24,%r25}}, [%d21+16]; ld.shared.s8 %r26, [%d21+32]; ld.shared.s32 %d22, [%d21+48];
+        ld.shared.v2.u32 {{%r27,%r28}}, [%d21+40]; ld.shared.u32 %r29, [%d21+24];
+        ld.shared.v4.u32 {{%r30,%r31,%r32,%r33}}, [%d21];
+        st.global.v4.u32 [%d3], {{%r20,%r33,%r22,%r31}}; st.global.v2.u32 [%d3+16], {{%r24,%r26}}; st.global.u32 [%d3+24], %r29;
+        ld.param.u32 %r35, [in]; ld.param.s32 %d23, [in+4]; ld.param.v2.u32 {{%r36,%r37}}, [out]; sub.s32 %r35, %r35, %r35;
+        st.global.cs.v4.u32 [%d3], {{%r20,%r33,%r22,%r31}}; add.s32 %r29, %r29, %r35; st.global.u32 [%d3+24], %r29;
+        st.global.f32 [%d3+28], %f20; st.global.cs.v2.u32 [%d3+32], {{%r27,%r28}}; st.global.u64 [%d3+40], %d22;
+        add.s64 %d22, %d22, %d10; cvt.u32.u64 %r34, %d22; st.global.v2.f32 [%d3+48], {{%f13,%f11}};
+        st.global.u32 [%d3+56], %r34; st.global.u16 [%d3+60], %h10;
+    """)
     return Program(f"shared memory {seed}", str(text), draw.integers(0, 256, LANES * 64, np.uint8), LANES * 64,
                    shared_bytes=SHARED_BYTES)  # fmt: skip
 
@@ -262,17 +253,17 @@ def atomics(seed: int) -> Program:
     text = Text(shared=SHARED_BYTES)
     text.thread_addresses(2, 2)
     places = choose.choice((1, 4, 32))
-    text.add("ld.global.s32 %d10, [%d2]", "cvt.u32.u64 %r10, %d10", "cvt.rn.f32.s32 %f10, %r10")
-    text.add(f"and.b32 %r2, %r0, {places - 1}", "shl.b32 %r3, %r2, 2", "add.s32 %r4, %r1, %r3", "cvt.u64.u32 %d20, %r4")
-    text.add("mov.u32 %r5, 0", "st.shared.u32 [%d20], %r5", "st.shared.u32 [%d20+256], %r5", "bar.sync 0")
-    text.add("atom.shared.max.s32 %r6, [%d20], %r10", "atom.shared.add.u32 %r7, [%d20+256], %r10", "bar.sync 0")
-    text.add("ld.shared.u32 %r8, [%d20]", "ld.shared.u32 %r9, [%d20+256]", "st.global.v2.u32 [%d3], {%r8, %r9}")
-    text.add("mul.wide.u32 %d21, %r2, 8", "add.s64 %d21, %d1, %d21", "add.s64 %d21, %d21, 1024")
-    text.add(
-        "red.global.add.f32 [%d21], %f10", "mov.f32 %f11, 0f3F800000", "red.global.add.v2.f32 [%d21+512], {%f10, %f11}"
-    )
-    text.add("add.s64 %d22, %d1, 2048", f"mov.u32 %r11, {choose.choice((0, 6, 30, 100))}")
-    text.add("atom.global.inc.u32 %r12, [%d22], %r11")
+    text.add(f"""
+        ld.global.s32 %d10, [%d2]; cvt.u32.u64 %r10, %d10; cvt.rn.f32.s32 %f10, %r10;
+        and.b32 %r2, %r0, {places - 1}; shl.b32 %r3, %r2, 2; add.s32 %r4, %r1, %r3; cvt.u64.u32 %d20, %r4;
+        mov.u32 %r5, 0; st.shared.u32 [%d20], %r5; st.shared.u32 [%d20+256], %r5; bar.sync 0;
+        atom.shared.max.s32 %r6, [%d20], %r10; atom.shared.add.u32 %r7, [%d20+256], %r10; bar.sync 0;
+        ld.shared.u32 %r8, [%d20]; ld.shared.u32 %r9, [%d20+256]; st.global.v2.u32 [%d3], {{%r8, %r9}};
+        mul.wide.u32 %d21, %r2, 8; add.s64 %d21, %d1, %d21; add.s64 %d21, %d21, 1024;
+        red.global.add.f32 [%d21], %f10; mov.f32 %f11, 0f3F800000; red.global.add.v2.f32 [%d21+512], {{%f10, %f11}};
+        add.s64 %d22, %d1, 2048; mov.u32 %r11, {choose.choice((0, 6, 30, 100))};
+        atom.global.inc.u32 %r12, [%d22], %r11;
+    """)
     data = draw.integers(-1000, 1000, LANES * 2).astype(np.int64)
     return Program(f"atomics {seed}", str(text), data.view(np.uint8), 2056, shared_bytes=SHARED_BYTES)
 
@@ -282,20 +273,22 @@ def control(seed: int) -> Program:
     choose, draw = random.Random(seed), np.random.default_rng(seed)
     text = Text()
     text.thread_addresses(1, 2)
-    text.add("ld.global.u32 %r2, [%d2]", "mov.u32 %r3, 0", "mov.u32 %r4, 1", "setp.gt.u32 %p5, %r2, 900")
-    text.add("@%p5 st.global.u32 [%d3], %r2")
-    text.lines.append("\t@%p5 bra $END;")
-    text.label("$LOOP")
-    text.add(f"and.b32 %r5, %r2, {choose.choice((1, 3, 7))}", "setp.eq.s32 %p1, %r5, 0", "@%p1 bra $EVEN")
-    text.add("mad.lo.s32 %r2, %r2, 3, 1", "xor.b32 %r4, %r4, %r2", "bra.uni $NEXT")
-    text.label("$EVEN")
-    text.add("shr.u32 %r2, %r2, 1", "add.s32 %r4, %r4, %r2")
-    text.label("$NEXT")
-    text.add("add.s32 %r3, %r3, 1", "setp.lt.u32 %p2, %r3, 60", "setp.gt.u32 %p3, %r2, 1", "and.pred %p2, %p2, %p3")
-    text.add("@%p2 bra $LOOP", "st.global.v2.u32 [%d3], {%r3, %r4}")
-    text.lines.append("\t@!%p3 bra $END;")
-    text.add("st.global.u32 [%d3+8], %r2")
-    text.label("$END")
+    text.add(f"""
+        ld.global.u32 %r2, [%d2]; mov.u32 %r3, 0; mov.u32 %r4, 1; setp.gt.u32 %p5, %r2, 900;
+        @%p5 st.global.u32 [%d3], %r2;
+        @%p5 bra $END;
+        $LOOP:
+        and.b32 %r5, %r2, {choose.choice((1, 3, 7))}; setp.eq.s32 %p1, %r5, 0; @%p1 bra $EVEN;
+        mad.lo.s32 %r2, %r2, 3, 1; xor.b32 %r4, %r4, %r2; bra.uni $NEXT;
+        $EVEN:
+        shr.u32 %r2, %r2, 1; add.s32 %r4, %r4, %r2;
+        $NEXT:
+        add.s32 %r3, %r3, 1; setp.lt.u32 %p2, %r3, 60; setp.gt.u32 %p3, %r2, 1; and.pred %p2, %p2, %p3;
+        @%p2 bra $LOOP; st.global.v2.u32 [%d3], {{%r3, %r4}};
+        @!%p3 bra $END;
+        st.global.u32 [%d3+8], %r2;
+        $END:
+    """)
     return Program(f"control {seed}", str(text), draw.integers(0, 1024, LANES, np.uint64).view(np.uint8), LANES * 16)
 
 
@@ -306,21 +299,23 @@ def fill_shared(text: Text, count: int, threads: int) -> None:
     """The first `count` bytes of the input to shared memory, 16 bytes a thread at a time."""
     text.add("shl.b32 %r200, %r0, 4")
     for begin in range(0, count, 16 * threads):
-        text.add(f"add.s32 %r201, %r200, {begin}", "cvt.u64.u32 %d200, %r201", "add.s64 %d201, %d0, %d200")
-        text.add("add.s32 %r202, %r1, %r201", "ld.global.v4.u32 {%r203,%r204,%r205,%r206}, [%d201]")
-        text.add("cvt.u64.u32 %d202, %r202", "st.shared.v4.u32 [%d202], {%r203,%r204,%r205,%r206}")
+        text.add(f"""
+            add.s32 %r201, %r200, {begin}; cvt.u64.u32 %d200, %r201; add.s64 %d201, %d0, %d200;
+            add.s32 %r202, %r1, %r201; ld.global.v4.u32 {{%r203,%r204,%r205,%r206}}, [%d201];
+            cvt.u64.u32 %d202, %r202; st.shared.v4.u32 [%d202], {{%r203,%r204,%r205,%r206}};
+        """)
     text.add("bar.sync 0")
 
 
 def dump_shared(text: Text, count: int, threads: int) -> None:
     """The first `count` bytes of shared memory to the output."""
-    text.add("bar.sync 0", "shl.b32 %r200, %r0, 4")
+    text.add("bar.sync 0; shl.b32 %r200, %r0, 4")
     for begin in range(0, count, 16 * threads):
-        text.add(f"add.s32 %r201, %r200, {begin}", "cvt.u64.u32 %d200, %r201", "add.s64 %d201, %d1, %d200")
-        text.add("add.s32 %r202, %r1, %r201", "cvt.u64.u32 %d202, %r202")
-        text.add(
-            "ld.shared.v4.u32 {%r203,%r204,%r205,%r206}, [%d202]", "st.global.v4.u32 [%d201], {%r203,%r204,%r205,%r206}"
-        )
+        text.add(f"""
+            add.s32 %r201, %r200, {begin}; cvt.u64.u32 %d200, %r201; add.s64 %d201, %d1, %d200;
+            add.s32 %r202, %r1, %r201; cvt.u64.u32 %d202, %r202;
+            ld.shared.v4.u32 {{%r203,%r204,%r205,%r206}}, [%d202]; st.global.v4.u32 [%d201], {{%r203,%r204,%r205,%r206}};
+        """)
 
 
 def matrices(seed: int) -> Program:
@@ -329,9 +324,11 @@ def matrices(seed: int) -> Program:
     trans, odd = choose.choice(("", ".trans")), choose.choice((1, 3, 5, 7, 11))
     text = Text(shared=SHARED_BYTES)
     fill_shared(text, 1024, LANES)
-    text.add(f"mul.lo.s32 %r2, %r0, {odd}", "and.b32 %r2, %r2, 31", "shl.b32 %r2, %r2, 4", "add.s32 %r2, %r1, %r2")
-    text.add("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r10,%r11,%r12,%r13}, [%r2]", "bar.warp.sync -1")
-    text.add("add.s32 %r3, %r2, 512", f"stmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 [%r3], {{%r13,%r10,%r12,%r11}}")
+    text.add(f"""
+        mul.lo.s32 %r2, %r0, {odd}; and.b32 %r2, %r2, 31; shl.b32 %r2, %r2, 4; add.s32 %r2, %r1, %r2;
+        ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{%r10,%r11,%r12,%r13}}, [%r2]; bar.warp.sync -1;
+        add.s32 %r3, %r2, 512; stmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 [%r3], {{%r13,%r10,%r12,%r11}};
+    """)
     dump_shared(text, 1024, LANES)
     return Program(
         f"matrices {seed}", str(text), draw.integers(0, 256, 1024, np.uint8), 1024, shared_bytes=SHARED_BYTES
@@ -343,11 +340,13 @@ def copies(seed: int) -> Program:
     choose, draw = random.Random(seed), np.random.default_rng(seed)
     text = Text(shared=SHARED_BYTES)
     fill_shared(text, 1024, LANES)
-    text.add("add.s32 %r2, %r1, 2048", "mov.u32 %r3, 32", "setp.eq.s32 %p1, %r0, 0")
-    text.add("@%p1 mbarrier.init.shared::cta.b64 [%r2], %r3", "bar.sync 0")
-    text.add("xor.b32 %r4, %r0, 3", "shl.b32 %r4, %r4, 4", "add.s32 %r4, %r1, %r4", "shl.b32 %r5, %r0, 4")
-    text.add("cvt.u64.u32 %d5, %r5", "add.s64 %d5, %d0, %d5", f"mul.lo.s32 %r6, %r0, {choose.choice((1, 2, 3))}")
-    text.add("min.s32 %r6, %r6, 16", "cp.async.cg.shared.global.L2::128B [%r4], [%d5], 16, %r6")
+    text.add(f"""
+        add.s32 %r2, %r1, 2048; mov.u32 %r3, 32; setp.eq.s32 %p1, %r0, 0;
+        @%p1 mbarrier.init.shared::cta.b64 [%r2], %r3; bar.sync 0;
+        xor.b32 %r4, %r0, 3; shl.b32 %r4, %r4, 4; add.s32 %r4, %r1, %r4; shl.b32 %r5, %r0, 4;
+        cvt.u64.u32 %d5, %r5; add.s64 %d5, %d0, %d5; mul.lo.s32 %r6, %r0, {choose.choice((1, 2, 3))};
+        min.s32 %r6, %r6, 16; cp.async.cg.shared.global.L2::128B [%r4], [%d5], 16, %r6;
+    """)
     if choose.random() < 0.5:
         text.add("cp.async.wait_all")
     else:
@@ -359,9 +358,11 @@ def copies(seed: int) -> Program:
 
 def wait(text: Text, barrier: str, parity: int) -> None:
     name = f"$WAIT{len(text.lines)}"
-    text.label(name)
-    text.add(f"mov.u32 %r250, {parity}", f"mbarrier.try_wait.parity.shared::cta.b64 %p60, [{barrier}], %r250")
-    text.lines.append(f"\t@!%p60 bra {name};")
+    text.add(f"{name}:")
+    text.add(f"""
+        mov.u32 %r250, {parity}; mbarrier.try_wait.parity.shared::cta.b64 %p60, [{barrier}], %r250;
+        @!%p60 bra {name};
+    """)
 
 
 def barriers(seed: int) -> Program:
@@ -370,30 +371,28 @@ def barriers(seed: int) -> Program:
     text = Text(shared=SHARED_BYTES, with_map=True)
     steps, count = 12, choose.choice((1, 2, 3))
     text.thread_addresses(1, steps)
-    text.add("setp.ne.s32 %p1, %r0, 0")
-    text.lines.append("\t@%p1 bra $END;")
-    text.add(f"mov.u32 %r2, {count}", "mbarrier.init.shared::cta.b64 [%r1], %r2", "fence.mbarrier_init.release.cluster")
-    text.add(
-        "fence.proxy.async.shared::cta",
-        "mov.u32 %r3, 1",
-        "mov.u32 %r4, 512",
-        "add.s32 %r5, %r1, 1024",
-        "mov.u32 %r6, 0",
-    )
+    text.add(f"""
+        setp.ne.s32 %p1, %r0, 0;
+        @%p1 bra $END;
+        mov.u32 %r2, {count}; mbarrier.init.shared::cta.b64 [%r1], %r2; fence.mbarrier_init.release.cluster;
+        fence.proxy.async.shared::cta; mov.u32 %r3, 1; mov.u32 %r4, 512; add.s32 %r5, %r1, 1024; mov.u32 %r6, 0;
+    """)
     for step in range(steps):
         if choose.random() < 0.7:
             text.add("mbarrier.arrive.shared::cta.b64 _, [%r1], %r3")
         elif choose.random() < 0.5:
-            text.add("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], %r4")
-            text.add(
-                "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r5], [%d4, {%r6, %r6}], [%r1]"
-            )
-            text.add("nanosleep.u32 20000")  # so that the bytes have come
+            name = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+            text.add(f"""
+                mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], %r4; {name} [%r5], [%d4, {{%r6, %r6}}], [%r1];
+                nanosleep.u32 20000;
+            """)  # the sleep lasts until the bytes have come
         for parity in (0, 1):
-            text.add(f"mov.u32 %r7, {parity}", "mbarrier.test_wait.parity.shared::cta.b64 %p2, [%r1], %r7")
-            text.add(f"selp.u32 %r{8 + parity}, 1, 0, %p2")
+            text.add(f"""
+                mov.u32 %r7, {parity}; mbarrier.test_wait.parity.shared::cta.b64 %p2, [%r1], %r7;
+                selp.u32 %r{8 + parity}, 1, 0, %p2;
+            """)
         text.add(f"st.global.v2.u32 [%d3+{8 * step}], {{%r8, %r9}}")
-    text.label("$END")
+    text.add("$END:")
     of_input = Map("in", (64, 8), (128,), (64, 4))
     data = np.arange(1024, dtype=np.uint16).view(np.uint8)
     return Program(f"barriers {seed}", str(text), data, 8 * steps, shared_bytes=SHARED_BYTES, map=of_input)
@@ -421,16 +420,18 @@ def tma_load(seed: int) -> Program:
     count = int(np.prod(of.box)) * 2
     size = -(-count // 512) * 512
     text = Text(shared=SHARED_BYTES, with_map=True)
-    text.add("mov.u32 %r30, 0", "add.s32 %r31, %r1, 32768", "setp.eq.s32 %p1, %r0, 0", "mov.u32 %r32, 1")
+    text.add("mov.u32 %r30, 0; add.s32 %r31, %r1, 32768; setp.eq.s32 %p1, %r0, 0; mov.u32 %r32, 1")
     for begin in range(0, size, 512):
-        text.add(
-            "shl.b32 %r33, %r0, 4", f"add.s32 %r33, %r33, {begin}", "add.s32 %r33, %r1, %r33", "cvt.u64.u32 %d33, %r33"
-        )
-        text.add("st.shared.v4.u32 [%d33], {%r30,%r30,%r30,%r30}")
-    text.add("@%p1 mbarrier.init.shared::cta.b64 [%r31], %r32", "fence.mbarrier_init.release.cluster")
-    text.add("fence.proxy.async.shared::cta", "bar.sync 0", f"mov.u32 %r34, {count}")
+        text.add(f"""
+            shl.b32 %r33, %r0, 4; add.s32 %r33, %r33, {begin}; add.s32 %r33, %r1, %r33; cvt.u64.u32 %d33, %r33;
+            st.shared.v4.u32 [%d33], {{%r30,%r30,%r30,%r30}};
+        """)
+    text.add(f"""
+        @%p1 mbarrier.init.shared::cta.b64 [%r31], %r32; fence.mbarrier_init.release.cluster;
+        fence.proxy.async.shared::cta; bar.sync 0; mov.u32 %r34, {count};
+    """)
     places = [choose.choice((0, 8, 40, -16)), *(choose.randint(-2, length) for length in of.shape[1:])]
-    text.add(*(f"mov.u32 %r{40 + index}, {place}" for index, place in enumerate(places)))
+    text.add("; ".join(f"mov.u32 %r{40 + index}, {place}" for index, place in enumerate(places)))
     text.add("@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r31], %r34")
     at = ", ".join(f"%r{40 + index}" for index in range(dims))
     name = f"cp.async.bulk.tensor.{dims}d.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -450,14 +451,14 @@ def tma_store(seed: int) -> Program:
     size = -(-count // 512) * 512
     text = Text(shared=SHARED_BYTES, with_map=True)
     fill_shared(text, size, LANES)
-    text.add("fence.proxy.async.shared::cta", "bar.sync 0", "setp.eq.s32 %p1, %r0, 0")
+    text.add("fence.proxy.async.shared::cta; bar.sync 0; setp.eq.s32 %p1, %r0, 0")
     places = [choose.choice((0, 8, 40)), *(choose.randint(0, length) for length in of.shape[1:])]
-    text.add(*(f"mov.u32 %r{40 + index}, {place}" for index, place in enumerate(places)))
+    text.add("; ".join(f"mov.u32 %r{40 + index}, {place}" for index, place in enumerate(places)))
     at = ", ".join(f"%r{40 + index}" for index in range(dims))
-    text.add(f"@%p1 cp.async.bulk.tensor.{dims}d.global.shared::cta.bulk_group [%d4, {{{at}}}], [%r1]")
-    text.add(
-        "@%p1 cp.async.bulk.commit_group", "@%p1 cp.async.bulk.wait_group.read 0", "@%p1 cp.async.bulk.wait_group 0"
-    )
+    text.add(f"""
+        @%p1 cp.async.bulk.tensor.{dims}d.global.shared::cta.bulk_group [%d4, {{{at}}}], [%r1];
+        @%p1 cp.async.bulk.commit_group; @%p1 cp.async.bulk.wait_group.read 0; @%p1 cp.async.bulk.wait_group 0;
+    """)
     data = draw.integers(0, 256, size, np.uint8)
     return Program(f"tma store {seed}", str(text), data, tensor_bytes(of), shared_bytes=SHARED_BYTES, map=of)
 
@@ -468,26 +469,22 @@ def clusters(seed: int) -> Program:
     rows = choose.choice((4, 8))
     of = Map("in", (64, 2 * rows), (128,), (64, rows))
     text = Text(shared=SHARED_BYTES, with_map=True, cluster=2)
-    text.add("mov.u32 %r2, %cluster_ctarank", "add.s32 %r3, %r1, 8192", "mov.u32 %r4, 1", "mov.u32 %r5, 3")
-    text.add(
-        "setp.eq.s32 %p1, %r0, 0",
-        "@%p1 mbarrier.init.shared::cta.b64 [%r3], %r5",
-        "fence.mbarrier_init.release.cluster",
-    )
-    text.add("fence.proxy.async.shared::cta", "barrier.cluster.arrive.aligned", "barrier.cluster.wait.aligned")
-    text.add(
-        f"mul.lo.s32 %r6, %r2, {rows}", f"mul.lo.s32 %r7, %r2, {128 * rows}", "add.s32 %r7, %r1, %r7", "mov.u32 %r8, 0"
-    )
-    text.add(
-        f"mov.u32 %r9, {256 * rows}", "mov.u16 %h1, 3", "@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r3], %r9"
-    )
+    text.add(f"""
+        mov.u32 %r2, %cluster_ctarank; add.s32 %r3, %r1, 8192; mov.u32 %r4, 1; mov.u32 %r5, 3;
+        setp.eq.s32 %p1, %r0, 0; @%p1 mbarrier.init.shared::cta.b64 [%r3], %r5; fence.mbarrier_init.release.cluster;
+        fence.proxy.async.shared::cta; barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+        mul.lo.s32 %r6, %r2, {rows}; mul.lo.s32 %r7, %r2, {128 * rows}; add.s32 %r7, %r1, %r7; mov.u32 %r8, 0;
+        mov.u32 %r9, {256 * rows}; mov.u16 %h1, 3; @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r3], %r9;
+    """)
     name = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-    text.add(f"@%p1 {name} [%r7], [%d4, {{%r8, %r6}}], [%r3], %h1", "setp.lt.u32 %p2, %r0, 2", "and.b32 %r10, %r0, 1")
-    text.add("mapa.shared::cluster.u32 %r11, %r3, %r10", "@%p2 mbarrier.arrive.shared::cluster.b64 _, [%r11]")
+    text.add(f"""
+        @%p1 {name} [%r7], [%d4, {{%r8, %r6}}], [%r3], %h1; setp.lt.u32 %p2, %r0, 2; and.b32 %r10, %r0, 1;
+        mapa.shared::cluster.u32 %r11, %r3, %r10; @%p2 mbarrier.arrive.shared::cluster.b64 _, [%r11];
+    """)
     wait(text, "%r3", 0)
-    text.add(f"mul.wide.u32 %d7, %r2, {256 * rows}", "add.s64 %d1, %d1, %d7")
+    text.add(f"mul.wide.u32 %d7, %r2, {256 * rows}; add.s64 %d1, %d1, %d7")
     dump_shared(text, 256 * rows, LANES)
-    text.add("barrier.cluster.arrive.aligned", "barrier.cluster.wait.aligned")
+    text.add("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned")
     data = draw.integers(0, 2**16, 128 * rows, np.uint16).view(np.uint8)
     return Program(f"clusters {seed}", str(text), data, 512 * rows, cluster=2, shared_bytes=SHARED_BYTES, map=of)
 
@@ -502,24 +499,28 @@ def wgmma(seed: int) -> Program:
     text = Text(shared=SHARED_BYTES)
     fill_shared(text, size, 128)
     count = width // 2
-    text.add(*(f"mov.f32 %f{index}, 0f{0x3F800000 + (index << 16):08X}" for index in range(count)))
-    text.add("fence.proxy.async.shared::cta", "bar.sync 0", "shr.u32 %r2, %r1, 4")
-    text.add("setmaxnreg.inc.sync.aligned.u32 232", "setmaxnreg.dec.sync.aligned.u32 224", "wgmma.fence.sync.aligned")
+    text.add("; ".join(f"mov.f32 %f{index}, 0f{0x3F800000 + (index << 16):08X}" for index in range(count)))
+    text.add("""
+        fence.proxy.async.shared::cta; bar.sync 0; shr.u32 %r2, %r1, 4;
+        setmaxnreg.inc.sync.aligned.u32 232; setmaxnreg.dec.sync.aligned.u32 224; wgmma.fence.sync.aligned;
+    """)
     accumulators = ", ".join(f"%f{index}" for index in range(count))
     for step in range(steps):
         a_at = step * (128 if trans_a else 2)
         b_at = a_bytes // 16 + step * (128 if trans_b else 2)
         for name, at in (("40", a_at), ("41", b_at)):
-            text.add(f"add.s32 %r{name}, %r2, {at}", f"and.b32 %r{name}, %r{name}, 16383")
-            text.add(f"or.b32 %r{name}, %r{name}, {8192 // 16 << 16}", f"cvt.u64.u32 %d{name}, %r{name}")
-            text.add(f"or.b64 %d{name}, %d{name}, {1 << 62 | 64 << 32}")
+            text.add(f"""
+                add.s32 %r{name}, %r2, {at}; and.b32 %r{name}, %r{name}, 16383;
+                or.b32 %r{name}, %r{name}, {8192 // 16 << 16}; cvt.u64.u32 %d{name}, %r{name};
+                or.b64 %d{name}, %d{name}, {1 << 62 | 64 << 32};
+            """)
         text.add(f"setp.ne.b32 %p1, {choose.choice((0, 1))}, {0}" if step == 0 else "setp.eq.b32 %p1, 0, 0")
         name = f"wgmma.mma_async.sync.aligned.m64n{width}k16.f32.bf16.bf16"
         text.add(f"{name} {{{accumulators}}}, %d40, %d41, %p1, 1, 1, {trans_a}, {trans_b}")
-    text.add(
-        "wgmma.commit_group.sync.aligned", "wgmma.wait_group.sync.aligned 0", f"mul.wide.u32 %d3, %r0, {4 * count}"
-    )
-    text.add("add.s64 %d3, %d1, %d3")
+    text.add(f"""
+        wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; mul.wide.u32 %d3, %r0, {4 * count};
+        add.s64 %d3, %d1, %d3;
+    """)
     for index in range(0, count, 4):
         text.add(f"st.global.v4.f32 [%d3+{4 * index}], {{%f{index},%f{index + 1},%f{index + 2},%f{index + 3}}}")
     values = (

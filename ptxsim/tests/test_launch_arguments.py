@@ -20,27 +20,40 @@ COPY = 'extern "C" __global__ void k(const int* x, int* o) { o[threadIdx.x] = x[
 ONE = 'extern "C" __global__ void k(TYPE x, int* o) { if (threadIdx.x == 0) o[0] = 1; }'
 
 
-@pytest.mark.parametrize(
-    ("grid", "block", "options"),
-    [
-        (1, (2**32, 2**32), {}),
-        ((2**32, 2**32), 32, {}),
-        (1, (1, 1, 128), {}),
-        ((1, 65536), 32, {}),
-        (17, 32, {"cluster": 17}),
-    ],
+SHARED = cuda(
+    "extern __shared__ int d[]; __shared__ int s[12000]; s[threadIdx.x] = 1; d[threadIdx.x] = s[o[0]];", "int* o"
 )
-def test_launches_that_cuda_refuses(grid: Any, block: Any, options: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=r"grid|block|cluster"):
-        ptxsim.step(ONE.replace("TYPE", "int"), grid, block, [1, zeros(4)], **options)
+REFUSED: list[tuple[str, Any, Any, Any, dict[str, int], str]] = [  # source, grid, block, arguments, options, what is named
+    *((ONE.replace("TYPE", "int"), *sizes, [1, zeros(4)], {}, "grid|block") for sizes in [
+        (1, (2**32, 2**32)), ((2**32, 2**32), 32), (1, (1, 1, 128)), ((1, 65536), 32)
+    ]),
+    (ONE.replace("TYPE", "int"), 17, 32, [1, zeros(4)], {"cluster": 17}, "grid|cluster"),
+    (SHARED, 1, 32, [zeros()], {"shared": 220 * 1024}, "shared"),
+    # PTX ISA §11.4: of more threads the launch fails. As of __launch_bounds__(64).
+    *((ptx("mov.u32 %r1, 1;", "", directives=most), 1, 128, [], {}, "block") for most in (
+        ".reqntid 64, 1, 1", ".maxntid 64, 1, 1"
+    )),
+    # arrays that are no plain memory: strided, transposed, reversed, broadcast, big-endian, objects
+    *((COPY, 1, 4, [given, zeros(4)], {}, "argument 0") for given in (
+        INTS[:8:2], INTS.reshape(8, 8).T, INTS[7::-1], np.broadcast_to(np.int32(7), (8,)), np.arange(8, dtype=">i4"),
+        np.array([None] * 8),
+    )),
+    # values that a parameter does not take
+    *((ONE.replace("TYPE", kind), 1, 1, [value, zeros(4)], {}, "argument 0") for kind, value in (
+        ("double", zeros(4)), ("float4", 1.5), ("float3", 1.5), ("int", np.array(5, ">i4")), ("float", 1e60)
+    )),
+    *((COPY, 1, 4, arguments, {}, "arguments: expected") for arguments in (None, 5)),
+    ("x" * 5000, 1, 1, [], {}, "kernel"),  # too long for a file's name
+]  # fmt: skip
 
 
-def test_static_and_dynamic_shared_memory_together() -> None:
-    source = cuda(
-        "extern __shared__ int d[]; __shared__ int s[12000]; s[threadIdx.x] = 1; d[threadIdx.x] = s[o[0]];", "int* o"
-    )
-    with pytest.raises(ValueError, match="shared"):
-        ptxsim.run(source, 1, 32, [zeros()], shared=220 * 1024)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("source", "grid", "block", "arguments", "options", "named"), REFUSED)
+def test_a_launch_is_refused_before_anything_runs(
+    source: str, grid: Any, block: Any, arguments: Any, options: dict[str, int], named: str
+) -> None:
+    with pytest.raises((TypeError, ValueError, FileNotFoundError), match=named):
+        ptxsim.step(source, grid, block, arguments, **options)
 
 
 def test_a_cluster_of_the_kernel_s_own_size() -> None:
@@ -51,30 +64,6 @@ def test_a_cluster_of_the_kernel_s_own_size() -> None:
         ptxsim.run(source, 4, 1, [out])
     ptxsim.run(source, 4, 1, [out], cluster=2)
     assert out.tolist() == [2] * 4
-
-
-@pytest.mark.parametrize("directive", [".reqntid 64, 1, 1", ".maxntid 64, 1, 1"])
-def test_more_threads_than_the_kernel_may_have(directive: str) -> None:
-    """PTX ISA §11.4: the launch fails. As of __launch_bounds__(64)."""
-    with pytest.raises(ValueError, match="block"):
-        ptxsim.run(ptx("mov.u32 %r1, 1;", "", directives=directive), 1, 128, [])
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        np.arange(8, dtype=np.int32)[::2],
-        np.arange(64, dtype=np.int32).reshape(8, 8).T,
-        np.arange(8, dtype=np.int32)[::-1],
-        np.broadcast_to(np.int32(7), (8,)),
-        np.arange(8, dtype=">i4"),
-        np.array([None] * 8),
-    ],
-    ids=["strided", "transposed", "reversed", "broadcast", "big-endian", "objects"],
-)
-def test_arrays_that_are_no_plain_memory(given: np.ndarray) -> None:
-    with pytest.raises((TypeError, ValueError), match="argument 0"):
-        ptxsim.run(COPY, 1, 4, [given, zeros(4)])
 
 
 def test_a_view_that_is_only_read_of_an_array_that_is_not() -> None:
@@ -93,52 +82,6 @@ def test_a_race_through_two_arrays_of_one_buffer() -> None:
     assert ptxsim.run(source, 2, 1, [whole, part, zeros(1)]).races
     with pytest.raises(ValueError, match="argument 1: expected memory of its own"):
         ptxsim.run(source, 2, 1, [part, whole, zeros(1)])
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("kind", "value"),
-    [
-        ("double", zeros(4)),
-        ("float4", 1.5),
-        ("float3", 1.5),
-        ("int", np.array(5, ">i4")),
-        ("float", 1e60),
-    ],
-)
-def test_values_that_a_parameter_does_not_take(kind: str, value: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="argument 0"):
-        ptxsim.run(ONE.replace("TYPE", kind), 1, 1, [value, zeros(4)])
-
-
-@pytest.mark.parametrize("arguments", [None, 5])
-def test_arguments_that_are_no_list(arguments: Any) -> None:
-    with pytest.raises(TypeError, match="arguments: expected"):
-        ptxsim.run(COPY, 1, 4, arguments)
-
-
-@pytest.mark.parametrize(
-    ("box", "swizzle"),
-    [(5, 0), (None, 0), ((4, 8), 32.0), ((4, 8), False), ((4, 8), np.array([0, 32]))],
-)
-def test_boxes_and_swizzles_of_a_wrong_type(box: Any, swizzle: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match=r"(box|swizzle).*: expected"):
-        ptxsim.tensor_map(np.zeros((8, 8), np.float32), box, swizzle)
-
-
-def test_a_tensor_map_of_objects() -> None:
-    with pytest.raises((TypeError, ValueError), match="array"):
-        ptxsim.tensor_map(np.zeros((8, 8), object), (4, 8))
-
-
-def test_a_name_too_long_for_a_file() -> None:
-    with pytest.raises(FileNotFoundError, match="kernel"):
-        ptxsim.run("x" * 5000, 1, 1, [])
-
-
-def test_no_register_of_this_name() -> None:
-    with pytest.raises(KeyError):
-        ptxsim.step(COPY, 1, 128, [zeros(128), zeros(128)]).matrix(["nobody"])
 
 
 @pytest.mark.parametrize(
@@ -196,3 +139,8 @@ def test_types_are_those_of_the_kernel_that_runs() -> None:
     ]
     assert [one and one.size for one in elements(source, "second")] == [8, None]
     assert elements(source, "_Z5thirdIfEvPT_") == [None] and elements(source, "fourth") == []
+
+
+def test_no_register_of_this_name() -> None:
+    with pytest.raises(KeyError):
+        ptxsim.step(COPY, 1, 128, [zeros(128), zeros(128)]).matrix(["nobody"])

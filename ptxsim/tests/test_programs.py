@@ -196,18 +196,25 @@ def test_bad_input_is_refused_before_anything_runs(change: dict, error: type[Exc
     assert not y.any()
 
 
+ADD = {"kernel": ADD_ONE, "grid": 1, "block": 1, "arguments": []}
+
+
 @pytest.mark.parametrize(
-    ("launch", "said"),
+    ("streams", "options", "error", "said"),
     [
-        (SAXPY, "streams: expected each launch as a dict, got str"),
-        ({"kernel": SAXPY, "grid": 1}, r"streams: expected launches of \['arguments', 'block', 'grid', 'kernel'\]"),
-        ({"kernel": SAXPY, "grid": 1, "block": 32, "arguments": [], "blok": 1}, "streams: expected .* 'blok'"),
+        ({}, {}, TypeError, "streams: expected a list of each GPU's list of launches"),
+        ([{}], {}, TypeError, "streams: expected a list of each GPU's list of launches"),
+        ([[SAXPY]], {}, TypeError, "streams: expected each launch as a dict, got str"),
+        ([[{"grid": 1}]], {}, TypeError, r"streams: expected launches of \['arguments', 'block', 'grid', 'kernel'\]"),
+        ([[{**ADD, "blok": 1}]], {}, TypeError, "streams: expected .* 'blok'"),
+        ([[]], {"resident": 0}, ValueError, "resident: expected"),
+        ([[]], {"most": 0}, ValueError, "most: expected"),
+        ([[ADD]], {}, ValueError, "arguments: expected 2"),
     ],
-    ids=["text", "less", "more"],
 )
-def test_what_is_no_launch_is_refused(launch: Any, said: str) -> None:
-    with pytest.raises(TypeError, match=said):
-        ptxsim.run_together([[launch]])
+def test_streams_that_are_refused(streams: Any, options: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        ptxsim.run_together(streams, **options)
 
 
 @pytest.mark.parametrize(
@@ -219,9 +226,14 @@ def test_what_is_no_launch_is_refused(launch: Any, said: str) -> None:
         (np.ones((8, 8), np.float32), (4, 4.0), 0, TypeError, "box: expected an int, got float"),
         (np.ones((8, 8), np.float32), (4, 4), 32, ValueError, "rows of the swizzle's 32 bytes, got 16 bytes"),
         (np.ones((8, 7), np.float32), (4, 4), 0, ValueError, "strides: expected multiples of 16"),
+        *(
+            (np.ones((8, 8), np.float32), box, swizzle, (TypeError, ValueError), "(box|swizzle).*: expected")
+            for box, swizzle in [(5, 0), (None, 0), ((4, 8), 32.0), ((4, 8), False), ((4, 8), np.array([0, 32]))]
+        ),
+        (np.zeros((8, 8), object), (4, 8), 0, (TypeError, ValueError), "array"),
     ],
 )
-def test_maps_that_the_driver_refuses(array: Any, box: Any, swizzle: int, error: type[Exception], said: str) -> None:
+def test_maps_that_the_driver_refuses(array: Any, box: Any, swizzle: Any, error: Any, said: str) -> None:
     with pytest.raises(error, match=said):
         ptxsim.tensor_map(array, box, swizzle=swizzle)
 

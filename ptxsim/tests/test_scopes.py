@@ -293,19 +293,3 @@ def test_masks_of_lanes() -> None:
     compare = (np.equal, np.less, np.less_equal, np.greater, np.greater_equal)
     bits = 1 << lane
     assert [row.tolist() for row in out] == [(how(lane, lane[:, None]) * bits).sum(axis=1).tolist() for how in compare]
-
-
-@pytest.mark.parametrize(
-    ("streams", "options", "error", "message"),
-    [
-        ({}, {}, TypeError, "streams: expected a list of each GPU's list of launches"),
-        ([{}], {}, TypeError, "streams: expected a list of each GPU's list of launches"),
-        ([[{"grid": 1}]], {}, TypeError, "streams: expected launches of"),
-        ([[]], {"resident": 0}, ValueError, "resident: expected"),
-        ([[]], {"most": 0}, ValueError, "most: expected"),
-        ([[{"kernel": program(), "grid": 1, "block": 1, "arguments": []}]], {}, ValueError, "arguments: expected 4"),
-    ],
-)
-def test_what_is_refused(streams: Any, options: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        ptxsim.run_together(streams, **options)

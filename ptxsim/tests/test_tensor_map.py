@@ -1,4 +1,4 @@
-"""Tensor copies against NumPy: tiles that wgmma reads back, boxes that reach past every edge, the rules of the ISA."""
+"""Tensor copies against NumPy: boxes that reach past every edge, the rules of the ISA."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 from mutants import check_all, mutated
 
-from ptxsim import maps, matrices
+from ptxsim import maps
 
 GLOBAL = 0x7F00_0000_0000  # where the tensor begins
-BM, BK, SLAB = 128, 64, 64  # rows of a tile, its elements of the reduction, columns of a panel
-PANEL_BYTES, STRIDE, SWIZZLE_128B = BK * 128, 1024, 1 << 62
 
 
 def bytes_at(addresses: np.ndarray, size: int) -> np.ndarray:
@@ -39,89 +37,6 @@ def store(
     target, origin, inside = t.transfer(made, coordinates, at)
     size = made.bytes // len(inside)
     memory.reshape(-1).view(np.uint8)[bytes_at(target[inside] - GLOBAL, size)] = shared[bytes_at(origin[inside], size)]
-
-
-def matrix_map(t: ModuleType, columns: int, rows: int, box: tuple[int, int]) -> Any:
-    """The map of a bf16 matrix."""
-    return t.TensorMap(GLOBAL, (columns, rows), (2 * columns,), box, 2, 128)
-
-
-def weight_map(t: ModuleType, n: int, d: int, mn_major: bool, cluster: int) -> Any:
-    """The map of three experts' gate and up weights, 2n rows of d, or turned; of two CTAs each loads gate or up."""
-    if mn_major:
-        return t.TensorMap(GLOBAL, (n, d, 2, 3), (4 * n, 2 * n, 4 * n * d), (SLAB, BK, 1, 1), 2, 128)
-    return t.TensorMap(GLOBAL, (d, n, 2, 3), (2 * d, 2 * n * d, 4 * n * d), (BK, 128, 2 // cluster, 1), 2, 128)
-
-
-# --- Tiles of a product --------------------------------------------------------------------------------------------------------
-
-
-def whole(*shape: int) -> np.ndarray:
-    """Whole numbers as bf16's bits."""
-    values = np.random.default_rng(len(shape)).integers(-4, 5, shape).astype(np.float32)
-    return (values.view(np.uint32) >> 16).astype(np.uint16)
-
-
-def values(words: np.ndarray) -> np.ndarray:
-    return (words.astype(np.uint32) << 16).view(np.float32)
-
-
-def product_of_stage(shared: np.ndarray, a: int, b: int, n: int, mn_a: bool, mn_b: bool) -> np.ndarray:
-    """A strip of BK elements of the reduction, as a kernel's main loop goes through it."""
-    acc = None
-    for k in range(BK // 16):
-        words = []
-        for start, rows, mn_major in ((a, 64, mn_a), (b, n, mn_b)):
-            at = start + k * (16 * 128 if mn_major else 32)
-            word = SWIZZLE_128B | (STRIDE >> 4) << 32 | (PANEL_BYTES >> 4) << 16 | at >> 4
-            addresses = matrices.operand_addresses(matrices.Descriptor.decode(word), rows, 16, mn_major)
-            words.append(shared.view(np.uint16)[addresses // 2])
-        acc = matrices.multiply(*words, acc)
-    assert acc is not None
-    return acc
-
-
-def check_tiles_of_rows(t: ModuleType) -> None:
-    """A tile of the up projection: 128 rows of x, 128 gate and 128 up rows of an expert's weights, K-major or MN-major."""
-    rows, d, n, expert = 300, 136, 200, 2
-    x, weights = whole(rows, d), whole(3, 2 * n, d)
-    turned = np.ascontiguousarray(weights.transpose(0, 2, 1))
-    row, column, k = 128, 96, 64
-    a, b = 49152, 49152 + BM * BK * 2
-    right = [np.zeros((256, BK), np.float32) for _ in range(2)]
-    for half in range(2):
-        given = values(weights[expert, half * n : (half + 1) * n])[column : column + 128, k : k + BK]
-        right[0][128 * half : 128 * half + len(given), : given.shape[1]] = given
-    for mn_major, cluster in every((False, True), (1, 2)):
-        shared = np.full(1 << 17, 0xFF, np.uint8)
-        load(t, matrix_map(t, d, rows, (BK, BM)), (k, row), x, shared, a)
-        made = weight_map(t, n, d, mn_major, cluster)
-        if mn_major:
-            for panel in range(4):
-                where = (column + panel % 2 * SLAB, k, panel // 2, expert)
-                load(t, made, where, turned, shared, b + panel * PANEL_BYTES)
-        else:
-            for part in range(cluster):  # of two CTAs each loads gate or up
-                load(t, made, (k, column, part, expert), weights, shared, b + part * 128 * BK * 2)
-        for strip in range(2):
-            got = product_of_stage(shared, a + strip * 64 * 128, b, 256, False, mn_major)
-            first = row + 64 * strip
-            assert np.array_equal(got, values(x[first : first + 64, k : k + BK]) @ right[0].T), (mn_major, strip)
-
-
-def check_tiles_of_weight_gradients(t: ModuleType) -> None:
-    """64 rows of two matrices, both MN-major, in panels of 64 columns."""
-    rows, width_a, width_b = 100, 136, 264
-    left, right = whole(rows, width_a), whole(1, rows, width_b)[0]
-    shared, a, b, row = np.full(1 << 17, 0xFF, np.uint8), 0, BM * BK * 2, 50
-    for matrix, start, panels in ((left, a, 2), (right, b, 4)):
-        made = matrix_map(t, matrix.shape[1], rows, (SLAB, BK))
-        for panel in range(panels):
-            load(t, made, (panel * SLAB, row), matrix, shared, start + panel * PANEL_BYTES)
-    for strip in range(2):
-        got = product_of_stage(shared, a + strip * PANEL_BYTES, b, 256, True, True)
-        part = values(left[row:, 64 * strip : 64 * strip + 64])
-        assert np.array_equal(got, part.T @ values(right[row:, :256]))
 
 
 # --- Boxes past the edges --------------------------------------------------------------------------------------------------
@@ -213,8 +128,6 @@ def check_pieces(t: ModuleType) -> None:
 
 
 CHECKS = (
-    check_tiles_of_rows,
-    check_tiles_of_weight_gradients,
     check_loads_past_the_edges,
     check_stores_past_the_edges,
     check_pieces,
