@@ -1,6 +1,6 @@
 """Block-sparse products beside torch.bmm (MegaBlocks Figure 9), and `dMoE` beside MegaBlocks' own, the dropping layer and `MoE`.
 
-    python -m scripts.bench.blocksparse                   # -> results/h200/blocksparse.json
+    python -m scripts.bench.blocksparse                   # -> results/h200/blocksparse.json on an H200
     python -m scripts.bench.blocksparse --parts stk       # the others' rows stay; stk, bsr: each in its own process
     python -m scripts.bench.blocksparse --edit-megablocks # first has MegaBlocks and stk run beside today's Triton
     python -m scripts.bench.blocksparse --quick           # fewer rounds, few shapes -> blocksparse-quick.json
@@ -19,7 +19,7 @@ durations by the profiler; bytes kept for backward, and the peak. MegaBlocks is 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,31 +33,16 @@ from blazeproto.dispatch import build_dispatch
 from blazeproto.gemm import Sizes
 from blazeproto.gemm.blocks import BLOCK
 from scripts.bench import megablocks_edits, peers
-from scripts.bench.common import (
-    MIB,
-    RESULTS,
-    TABLES,
-    begun,
-    bench_parser,
-    cfg_of,
-    geometric_mean,
-    in_turn,
-    read_json,
-    settled,
-    stamped,
-    write_json,
-)  # fmt: skip
-from scripts.bench.module import part_times, verdict
-from scripts.bench.peers import dmoe, dropping, megablocks, ours
-from scripts.bench.timing import gpu_ms, peak_bytes, relative_difference, saved_bytes
-from scripts.command import need_hopper, some_of
+from scripts.bench.common import MIB, TABLES, cfg_of, geometric_mean
+from scripts.bench.peers import layers
+from scripts.bench.running import Bench, Item, run
+from scripts.bench.timing import Machine, Row, part_times, relative_difference, saved_bytes
+from scripts.lm.ranks import Ranks
 
-Row = dict[str, Any]
 EXPERTS = 8
 MODELS = {"XS": (512, 2048, 8192), "S": (768, 3072, 4096), "M": (1024, 4096, 1024)}  # d, n, rows an expert
 LEAST, LEAST_MEAN = 0.90, 0.95  # of torch.bmm's speed
 LARGEST_DIFFERENCE = 1e-2
-ACTIVATIONS = ("gelu", "swiglu")
 
 
 # ------------------------------------------------------------------------------------------------------------ products
@@ -77,7 +62,7 @@ class Problem(NamedTuple):
     flat_w_t: Tensor  # (E n, d)
 
 
-def problem_of(model: str, device: str = "cuda") -> Problem:
+def problem_of(model: str, device: str) -> Problem:
     d, n, rows = MODELS[model]
     generator = torch.Generator(device).manual_seed(0)
 
@@ -173,163 +158,131 @@ def in_blocks(h: Tensor) -> Tensor:
     return h.view(E, rows // BLOCK, BLOCK, n // BLOCK, BLOCK).transpose(2, 3).reshape(-1, BLOCK, BLOCK).contiguous()
 
 
-def topology_ms(model: str, rounds: int) -> float:
+def topology_ms(model: str, machine: Machine) -> float:
     """From a dispatch, on the device."""
     _, n, rows = MODELS[model]
-    ids = torch.arange(EXPERTS, device="cuda", dtype=torch.int32).repeat_interleave(rows)[:, None]
+    ids = torch.arange(EXPERTS, device=machine.device, dtype=torch.int32).repeat_interleave(rows)[:, None]
     dispatch = build_dispatch(ids, EXPERTS)
-    call = {"topology": lambda: topology_of(dispatch, n)}
     topology_of(dispatch, n)
-    return gpu_ms(call, [], rounds).ms["topology"]
+    return round(machine.times({"topology": lambda: topology_of(dispatch, n)}).ms["topology"], 4)
 
 
-def measure_products(model: str, rounds: int) -> list[Row]:
+def measure_products(case: tuple[str, str], machine: Machine) -> list[Row]:
     """A row a product. RuntimeError where ours computes something else."""
-    made, topology = [], round(topology_ms(model, rounds), 4)
-    problem = problem_of(model)
+    _, model = case
+    made, topology = [], topology_ms(model, machine)
+    problem = problem_of(model, machine.device)
     ours, batched = products_of(problem), batched_products_of(problem)
     for name, (bmms, as_ours) in batched.items():
         difference = relative_difference(ours[name](), as_ours(bmms[0]()))
         if not difference < LARGEST_DIFFERENCE:
             raise RuntimeError(f"{name} of {model}: differs from torch.bmm by {difference:.3g}")
         calls = {"ours": ours[name]} | {f"bmm {index}": bmm for index, bmm in enumerate(bmms)}
-        ms = gpu_ms(calls, list(calls), rounds).ms
-        row: Row = {"part": "products", "model": model, "product": name, "ours_ms": round(ms.pop("ours"), 5)}
-        row |= {"bmm_ms": round(min(ms.values()), 5), "bmm_layouts_ms": [round(value, 5) for value in ms.values()]}
+        ms = {call: round(value, 5) for call, value in machine.times(calls, tuple(calls)).ms.items()}
+        row: Row = {
+            "product": name,
+            "ours_ms": ms.pop("ours"),
+            "bmm_ms": min(ms.values()),
+            "bmm_layouts_ms": [*ms.values()],
+        }
         made.append(row | {"topology_ms": topology, "difference": round(difference, 6)})
     return made
 
 
-def measure_others(part: str, model: str, rounds: int) -> list[Row]:
+def measure_others(case: tuple[str, str], machine: Machine) -> list[Row]:
     """A row a product that runs and computes what ours does."""
-    problem = problem_of(model)
+    part, model = case
+    problem = problem_of(model, machine.device)
     ours, made = products_of(problem), []
     theirs = {"stk": stk_products_of, "bsr": bsr_products_of}[part](problem)
     for name, product in theirs.items():
-        difference = peers.if_it_runs(f"{part} {name}", partial(difference_of, product, ours[name]), {})
-        if difference is not None and difference < LARGEST_DIFFERENCE:
-            ms = gpu_ms({part: product}, [part], rounds).ms[part]
-            made.append({"part": part, "model": model, "product": name, f"{part}_ms": round(ms, 5)})
+        result = peers.if_it_runs(f"{part} {name}", product, {})
+        if result is not None and relative_difference(result, ours[name]()) < LARGEST_DIFFERENCE:
+            ms = machine.times({part: product}, [part]).ms[part]
+            made.append({"product": name, f"{part}_ms": round(ms, 5)})
     return made
-
-
-def difference_of(product: Callable[[], Tensor], expected: Callable[[], Tensor]) -> float:
-    return relative_difference(product(), expected())
 
 
 # -------------------------------------------------------------------------------------------------------------- layers
 
 
-def measure_layers(shape: Sizes, activation: str, rounds: int) -> list[Row]:
-    """One row."""
-    inputs, absent = peers.make_inputs(shape), dict[str, str]()
-    builds: dict[str, Callable[[], peers.Program]] = {
-        "dmoe": lambda: dmoe.build(shape, inputs, activation),
-        "dropping": lambda: dropping.build(shape, inputs, activation),
-        "moe": lambda: ours.build(shape, inputs, activation=activation),
-        "megablocks": lambda: megablocks.build(shape, inputs, activation),
+def measure_layers(case: tuple[Sizes, str], machine: Machine) -> Row:
+    """RuntimeError where a program computes something else than `MoE`."""
+    shape, activation = case
+    builds: dict[str, peers.Build] = {
+        "dmoe": partial(layers.dmoe, activation=activation),
+        "dropping": partial(layers.dropping, activation=activation),
+        "moe": partial(layers.ours, activation=activation),
+        "megablocks": partial(layers.megablocks, activation=activation),
     }
-    programs = {name: made for name, build in builds.items() if (made := peers.if_it_runs(name, warmed(build), absent))}
-    row: Row = {"part": "layers", "cfg": cfg_of(shape), "activation": activation}
-    row["differences"] = differences(programs)
-    for name, program in programs.items():
+    programs, absent = peers.build_all(builds, shape, [peers.make_inputs(shape, device=machine.device)])
+    found = peers.output_differences(programs, "moe")
+    differences = {name: round(each, 6) for name, each in found.items() if name != "moe"}
+    if wrong := {name: each for name, each in differences.items() if not each < LARGEST_DIFFERENCE}:
+        raise RuntimeError(f"outputs differ from MoE's: {wrong}")
+    row: Row = {"differences": differences}
+    for name, (program,) in programs.items():
         row[f"{name}_saved_MiB"] = round(saved_bytes(program.forward, program.weights) / MIB, 1)
-        row[f"{name}_peak_fwdbwd_MiB"] = round(peak_bytes(program.forward_backward) / MIB, 1)
-    row |= part_times({name: [program] for name, program in programs.items()}, rounds)
-    return [row | ({"absent": absent} if absent else {})]
+        row[f"{name}_peak_fwdbwd_MiB"] = round(machine.peak_bytes(program.forward_backward) / MIB, 1)
+    row |= part_times(programs, machine)
+    return row | ({"absent": absent} if absent else {})
 
 
-def differences(programs: dict[str, peers.Program]) -> dict[str, float]:
-    """How far the outputs of those that compute the layer are from `MoE`'s. RuntimeError where one computes something else."""
-    others = {name: program for name, program in programs.items() if program.computes_layer and name != "moe"}
-    if "moe" not in programs:
-        return {}
-    expected = programs["moe"].forward().detach()
-    found = {name: relative_difference(program.forward().detach(), expected) for name, program in others.items()}
-    for name, difference in found.items():
-        if not difference < LARGEST_DIFFERENCE:
-            raise RuntimeError(f"{name}: its output differs from MoE's by {difference:.3g}")
-    return {name: round(difference, 6) for name, difference in found.items()}
+# ---------------------------------------------------------------------------------------------------------------- parts
 
 
-def warmed(build: Callable[[], peers.Program]) -> Callable[[], peers.Program]:
-    """With a first step behind it."""
-
-    def run() -> peers.Program:
-        program = build()
-        program.forward_backward()
-        return program
-
-    return run
-
-
-# -------------------------------------------------------------------------------------------------------------- table
+def bounds(record: Row) -> list[tuple[str, bool]]:
+    speeds = [row["bmm_ms"] / row["ours_ms"] for row in record["rows"] if row["part"] == "products"]
+    if not speeds:
+        return []
+    least, mean = min(speeds), geometric_mean(speeds)
+    return [
+        (f"of torch.bmm's speed at least {LEAST}: {least:.3f}", least >= LEAST),
+        (f"of torch.bmm's speed in the mean at least {LEAST_MEAN}: {mean:.3f}", mean >= LEAST_MEAN),
+    ]
 
 
-def print_rows(rows: list[Row]) -> None:
-    products = [row for row in rows if row["part"] == "products"]
-    for row in products:
-        speed = row["bmm_ms"] / row["ours_ms"]
-        line = (
-            f"{row['model']:3s} {row['product']:6s} ours {row['ours_ms']:.4f} bmm {row['bmm_ms']:.4f} ms: {speed:.3f}"
-        )
-        print(f"{line} of bmm's speed; topology {row['topology_ms']:.4f}")
-    for row in rows:
-        if row["part"] in ("stk", "bsr"):
-            print(*(row[key] for key in ("part", "model", "product", f"{row['part']}_ms")))
-        if row["part"] == "layers":
-            times = {key.removesuffix("_fwdbwd_ms"): row[key] for key in row if key.endswith("_fwdbwd_ms")}
-            saved = {key: row[key] for key in row if key.endswith("MiB")}
-            print(Sizes(**row["cfg"]), row["activation"], times, saved, row.get("absent", ""))
-    speeds = [row["bmm_ms"] / row["ours_ms"] for row in products]
-    if speeds:
-        least, mean = min(speeds), geometric_mean(speeds)
-        print(verdict(f"of torch.bmm's speed at least {LEAST}: {least:.3f}", least >= LEAST))
-        print(verdict(f"of torch.bmm's speed in the mean at least {LEAST_MEAN}: {mean:.3f}", mean >= LEAST_MEAN))
+def add_options(parser: argparse.ArgumentParser) -> None:
+    what = "edit the installed files, see megablocks_edits.py"
+    parser.add_argument("--edit-megablocks", action="store_true", help=what)
 
 
-# --------------------------------------------------------------------------------------------------------------- main
-
-
-def wanted(options: argparse.Namespace) -> Iterator[tuple[Callable[..., list[Row]], tuple[Any, ...]]]:
-    if "products" in options.parts:
-        for model in MODELS:
-            yield measure_products, (model, options.rounds)
-    for part in [part for part in ("stk", "bsr") if part in options.parts]:
-        for model in MODELS:
-            yield measure_others, (part, model, options.rounds)
-    if "layers" in options.parts:
-        for shape in TABLES["moeblaze-1"][: 2 if options.quick else None]:
-            for activation in ACTIVATIONS:
-                sizes = shape._replace(halves=2 if activation == "swiglu" else 1)
-                yield measure_layers, (sizes, activation, min(options.rounds, 5))
-
-
-def main() -> None:
-    parser = bench_parser(
-        "blocksparse", __doc__, quick="fewer rounds, two layers -> blocksparse-quick.json", time_budget=True
-    )
-    default = ["products", "layers"]
-    parts = (*default, "stk", "bsr")
-    said = f"some of {', '.join(parts)}; default: {','.join(default)}"
-    parser.add_argument("--parts", type=some_of(parts), default=default, help=said)
-    parser.add_argument(
-        "--edit-megablocks", action="store_true", help="edit the installed files, see megablocks_edits.py"
-    )
-    options = settled(parser.parse_args(), "blocksparse", rounds=20)
-    need_hopper()
+def prepare(options: argparse.Namespace, ranks: Ranks) -> None:
     if options.edit_megablocks:
         print("edited", *megablocks_edits.edit())
-    out = options.out or RESULTS / "blocksparse.json"
-    record = begun("blocksparse", __doc__, 4)
-    if out.exists():
-        record["rows"] = [row for row in read_json(out)["rows"] if row["part"] not in options.parts]
-    for measure, arguments in in_turn(wanted(options), options.time_budget):
-        record["rows"] += stamped(measure, *arguments)
-        write_json(out, record)
-    print_rows(record["rows"])
-    print("wrote", out)
 
+
+def of_part(case: tuple[str, str]) -> Row:
+    return {"part": case[0], "model": case[1]}
+
+
+def of_layer(case: tuple[Sizes, str]) -> Row:
+    return {"part": "layers", "cfg": cfg_of(case[0]), "activation": case[1]}
+
+
+LAYERS = [
+    (shape._replace(halves=halves), activation)
+    for shape in TABLES["moeblaze-1"]
+    for activation, halves in (("gelu", 1), ("swiglu", 2))
+]
+SMALL = [(Sizes(64, 32, BLOCK, 4, 2, halves=1), "gelu")]
+PRODUCTS, STK, BSR = ([(part, model) for model in MODELS] for part in ("products", "stk", "bsr"))
+BENCH = Bench(
+    "blocksparse",
+    __doc__,
+    {
+        "products": Item(measure_products, PRODUCTS, (), PRODUCTS, of_part),
+        "stk": Item(measure_others, STK, (), STK, of_part),
+        "bsr": Item(measure_others, BSR, (), BSR, of_part),
+        "layers": Item(measure_layers, LAYERS, SMALL, LAYERS[:4], of_layer, rounds=5),
+    },
+    default=("products", "layers"),
+    paragraphs=4,
+    bounds=bounds,
+    options=add_options,
+    prepare=prepare,
+)
+main = partial(run, BENCH)
 
 if __name__ == "__main__":
     main()

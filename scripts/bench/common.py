@@ -16,9 +16,8 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,12 +25,12 @@ from blazeproto.gemm import Sizes
 from blazeproto.router import make_router
 from blazeproto.router.choice import VaryingChoice
 from scripts.bench import identity
-from scripts.command import argument_parser, need_hopper, positive
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = REPOSITORY / "results" / "h200"
 
 MIB = 2**20
+T = TypeVar("T")
 
 
 def cfg_of(shape: Sizes) -> dict[str, int]:
@@ -72,7 +71,6 @@ TABLES: dict[str, tuple[Sizes, ...]] = {
     "moeblaze-2": tuple(Sizes(T, 256, 256, 128, 4) for T in (8192, 32768, 131072, 524288, 2097152)),
 }
 SHAPES: tuple[Sizes, ...] = tuple(shape for shapes in TABLES.values() for shape in shapes)
-QUICK_SHAPES: tuple[Sizes, ...] = (SHAPES[0], SHAPES[8], SHAPES[15], SHAPES[20])
 # Those that whole layers are compared on beside them: many experts, odd widths, few rows an expert; Mixtral 8x7B, DeepSeek-V3.
 EXTRA_SHAPES = (
     Sizes(16384, 4096, 512, 512, 8),
@@ -91,59 +89,17 @@ def table_of(shape: Sizes) -> str:
     return next((table for table, shapes in TABLES.items() if shape in shapes), "")
 
 
-def parse_shapes(text: str, shapes: Sequence[Sizes] = SHAPES) -> list[Sizes]:
-    """ "1-3,23": numbers from 1 in the order of ``shapes``; or a table's name."""
-    chosen: list[Sizes] = []
+def parse_shapes(text: str, shapes: Sequence[T]) -> list[T]:
+    """ "1-3,23": numbers from 1 in the order of ``shapes``."""
+    chosen: list[T] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
-        if part in TABLES:
-            chosen += TABLES[part]
-        elif first.isdecimal() and (last or first).isdecimal() and 1 <= int(first) <= int(last or first) <= len(shapes):
-            chosen += shapes[int(first) - 1 : int(last or first)]
-        else:
-            expected = f"numbers from 1 to {len(shapes)} such as 1-3,23, or one of {', '.join(TABLES)}"
-            raise argparse.ArgumentTypeError(f"expected {expected}, got {part!r}")
+        if not (
+            first.isdecimal() and (last or first).isdecimal() and 1 <= int(first) <= int(last or first) <= len(shapes)
+        ):
+            raise argparse.ArgumentTypeError(f"expected numbers from 1 to {len(shapes)} such as 1-3,23, got {part!r}")
+        chosen += shapes[int(first) - 1 : int(last or first)]
     return chosen
-
-
-def bench_parser(
-    name: str,
-    doc: str | None,
-    *,
-    quick: str = "",
-    configs: Sequence[Sizes] = (),
-    resume: bool = False,
-    time_budget: bool = False,
-) -> argparse.ArgumentParser:
-    """The options that benchmarks share: --rounds and --out, and what is asked for.
-
-    quick: what --quick does.  configs: the shapes that --configs numbers.  resume: --resume, and --time-budget, which
-    ``time_budget`` asks for alone.
-    """
-    parser = argument_parser(f"scripts.bench.{name}", doc)
-    parser.add_argument("--rounds", type=positive)
-    parser.add_argument("--out", type=Path, help=f"results file (default results/h200/{name}.json)")
-    if quick:
-        parser.add_argument("--quick", action="store_true", help=quick)
-    if configs:
-        what = "numbers such as 1-3, or a table: " + ", ".join(TABLES)
-        parser.add_argument("--configs", type=partial(parse_shapes, shapes=configs), help=what)
-    if resume:
-        parser.add_argument(
-            "--resume", action="store_true", help="leave out what the file has of the same kernels and benchmark"
-        )
-    if time_budget or resume:
-        what = "skip what would start later"
-        parser.add_argument("--time-budget", type=float, default=math.inf, metavar="SECONDS", help=what)
-    return parser
-
-
-def settled(options: argparse.Namespace, name: str, rounds: int, quick_rounds: int = 7) -> argparse.Namespace:
-    """The options, with how many rounds there are, and --quick's own results file."""
-    options.rounds = options.rounds or (quick_rounds if options.quick else rounds)
-    if options.quick:
-        options.out = options.out or RESULTS / f"{name}-quick.json"
-    return options
 
 
 def sizes_of_run(config: Any, batch: int, ranks: int = 1) -> dict[str, Any]:
@@ -283,65 +239,41 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
     partial.replace(path)
 
 
-def with_row(rows: list[dict[str, Any]], row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows with one more, in the place of its shape's last; in the order of MODULE_SHAPES."""
-    order = {shape: index for index, shape in enumerate(MODULE_SHAPES)}
-    rows = [other for other in rows if other["cfg"] != row["cfg"]] + [row]
-    return sorted(rows, key=lambda row: order.get(Sizes(**row["cfg"]), len(order)))
+def in_turn(
+    wanted: Iterable[T],
+    seconds: float = math.inf,
+    *,
+    later: Callable[[T], float] = lambda each: 0.0,
+    agreed: Callable[[bool], bool] = bool,
+) -> Iterator[T]:
+    """Those of ``wanted`` that can begin in ``seconds``, the GPU's memory being freed after each. Says what was left out.
 
-
-def rows_of(shape: Sizes, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A shape's rows that are of the kernels and the benchmark that are here."""
-    return [row for row in rows if row["cfg"] == cfg_of(shape) and not identity.earlier(row)]
-
-
-def in_turn(wanted: Iterable[Any], seconds: float = math.inf) -> Iterator[Any]:
-    """Those of ``wanted`` that can begin in ``seconds``, the GPU's memory being freed after each. Says what was left out."""
+    later: seconds that one leaves to those after it.  agreed: what all ranks take for true, of what this one does.
+    """
     begin, skipped = time.monotonic(), []
     for each in wanted:
-        if time.monotonic() - begin > seconds:
+        if agreed(time.monotonic() - begin > seconds - later(each)):
             skipped.append(str(each))
             continue
         yield each
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_memory()
     left_out = f"skipped for time: {', '.join(skipped)}" if skipped else "nothing skipped"
     print(f"{time.monotonic() - begin:.0f} s; {left_out}")
+
+
+def free_memory() -> None:
+    """That nobody has any more, on the GPU too."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def begun(name: str, doc: str | None, paragraphs: int = 1, **fields: Any) -> dict[str, Any]:
     """A record without rows, printed: where and when, and the protocol, which is the last paragraphs of a docstring."""
     protocol = " ".join(" ".join((doc or "").split("\n\n")[-paragraphs:]).split())
-    record = provenance() | {"benchmark": name, "protocol": protocol} | fields | {"rows": []}
+    record = provenance() | {"benchmark": name, "protocol": protocol} | fields
     print(record["gpu"], "|", ", ".join(record["versions"]), "|", record["sources_sha256"][:12], flush=True)
     return record
-
-
-def measure_in_turn(
-    name: str, doc: str | None, options: argparse.Namespace, jobs: Iterable[tuple[Any, ...]], parts: Sequence[str]
-) -> None:
-    """Measure on a Hopper GPU, and write after each row: to --out, or NAME.json in the folder of the GPU that is here.
-
-    jobs: where in the record the row goes, what makes it, and the arguments.  parts: of the record, besides "rows".
-    """
-    need_hopper()
-    record = begun(name, doc) | {part: [] for part in parts}
-    out = options.out or RESULTS.parent / folder_of(gpu_name()) / f"{name}.json"
-    for part, measure, *arguments in in_turn(jobs, options.time_budget):
-        row = stamped(measure, *arguments)
-        record[part].append(row)
-        print(part, {field: value for field, value in row.items() if field != "of"}, flush=True)
-        write_json(out, record)
-
-
-def part_file(name: str) -> Path:
-    """Where a benchmark writes row after row, so that one that measures a part, or is cut short, leaves NAME.json alone."""
-    return RESULTS / f"{name}-part.json"
-
-
-def finished(name: str, *, whole: bool) -> Path:
-    """The file that a benchmark has written in the end: its part file, renamed to NAME.json if the ``whole`` was measured."""
-    return part_file(name).replace(RESULTS / f"{name}.json") if whole else part_file(name)
 
 
 def geometric_mean(values: Sequence[float]) -> float:

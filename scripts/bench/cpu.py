@@ -9,7 +9,7 @@ round of each counts, since other work on the machine only adds time. A ratio ab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blazeproto.autograd import moe_mlp
-from scripts.bench.timing import host_ms
+from scripts.bench.timing import quickest_ms
 from scripts.command import argument_parser, positive
 
 # T, d, n, E, K
@@ -31,12 +31,6 @@ def transformers_experts() -> Callable[..., Tensor] | None:
         print(f"transformers is not here ({error}); blazeproto alone")
         return None
     return grouped_mm_experts_forward
-
-
-def measure(programs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Milliseconds of each program's quickest round; they run in turns."""
-    samples = [{name: host_ms(program, 1, calls=1) for name, program in programs.items()} for _ in range(rounds)]
-    return {name: min(sample[name] for sample in samples) for name in programs}
 
 
 def bench(shape: tuple[int, ...], dtype: torch.dtype, save: str, rounds: int) -> None:
@@ -75,8 +69,8 @@ def bench(shape: tuple[int, ...], dtype: torch.dtype, save: str, rounds: int) ->
     def with_backward(forward: Callable[[], Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(forward(), parameters, d_out, retain_graph=True)
 
-    forward_times = measure(forwards, rounds)
-    both_times = measure({name: with_backward(forward) for name, forward in forwards.items()}, rounds)
+    forward_times = quickest_ms(forwards, rounds)
+    both_times = quickest_ms({name: with_backward(forward) for name, forward in forwards.items()}, rounds)
     line = f"T={num_tokens:<5} d={d:<4} n={n:<4} E={num_experts:<3} K={top_k}  {str(dtype).split('.')[1]:<9}"
     for what, times in (("fwd", forward_times), ("fwd+bwd", both_times)):
         line += f"  {what} " + " ".join(f"{name} {ms:.1f} ms" for name, ms in times.items())

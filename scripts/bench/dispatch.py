@@ -1,6 +1,6 @@
 """Routing at memory speed: the dispatch builders and the fused top-k, against sorting, torch and the bytes.
 
-    python -m scripts.bench.dispatch                     # results/h200/dispatch.json, results/h200/topk.json
+    python -m scripts.bench.dispatch                     # -> results/h200/dispatch.json and topk.json on an H200
     python -m scripts.bench.dispatch --quick             # three models, no series: dispatch-quick.json, topk-quick.json
 
 Rows are Table 3 of the MoEBlaze paper at T = 2^20, with Qwen3-Next and Kimi K2 added; the paper's two columns (H100)
@@ -17,8 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,11 +25,9 @@ from blazeproto import cost
 from blazeproto.dispatch import build_dispatch, workspace_bytes
 from blazeproto.gemm import Sizes
 from blazeproto.router import topk_route, topk_route_backward
-from scripts.bench import timing
-from scripts.bench.common import RESULTS, begun, route, stamped, write_json
-from scripts.bench.routing_tables import dispatch_table, experts_growth, small_dispatch_table, topk_table
-from scripts.bench.timing import host_ms
-from scripts.command import argument_parser, need_hopper
+from scripts.bench.common import route
+from scripts.bench.running import Bench, Item, of_case, run
+from scripts.bench.timing import Machine, Row, host_ms
 
 T = 2**20
 # name, E, K, the paper's sorting and hash columns in ms (Table 3, 1 M tokens, H100)
@@ -44,18 +41,38 @@ MODELS = [
     ("Qwen3-Next", 512, 10, None, None),
     ("Kimi K2", 384, 8, None, None),
 ]
-# T, E, K, dtype, options; the first is the one that README states
-TOPK = [
-    (T, 128, 8, torch.float32, {"score": "softmax_topk"}),
-    (T, 128, 8, torch.float32, {"score": "topk_softmax"}),
-    (T, 256, 8, torch.float32, {"score": "sigmoid"}),
-    (T, 128, 8, torch.bfloat16, {"score": "softmax_topk"}),
-    (T, 8, 2, torch.float32, {"score": "topk_softmax"}),
-    (T, 512, 10, torch.float32, {"score": "softmax_topk"}),
-]
-ROUNDS = 15
+METHODS = ("tiled", "dense", "torch_sort")
 SETS = 3
 Call = Callable[[], object]
+
+
+class Routed(NamedTuple):
+    """A case: sizes, the methods by which it is dispatched, and what the row is known by. paper: its two columns."""
+
+    T: int
+    E: int
+    K: int
+    methods: tuple[str, ...] = METHODS
+    name: str = ""
+    paper: tuple[float | None, float | None] = (None, None)
+
+    @property
+    def key(self) -> Row:
+        return ({"name": self.name} if self.name else {}) | {"T": self.T, "E": self.E, "K": self.K}
+
+
+class TopK(NamedTuple):
+    """A case of the fused top-k."""
+
+    T: int
+    E: int
+    K: int
+    dtype: str
+    score: str
+
+    @property
+    def key(self) -> Row:
+        return self._asdict()
 
 
 # ------------------------------------------------------------------------------------------------------------- timing
@@ -66,22 +83,22 @@ def run_all(calls: Sequence[Call]) -> None:
         call()
 
 
-def gpu_ms(programs: Mapping[str, Sequence[Call]], eager: Sequence[str] = (), rounds: int = ROUNDS) -> dict[str, float]:
+def gpu_ms(programs: Mapping[str, Sequence[Call]], machine: Machine, eager: Sequence[str] = ()) -> dict[str, float]:
     """Median GPU milliseconds of one call, by name; a program is its calls on each set of inputs, four times in a graph."""
     runs = {name: partial(run_all, [*calls] * 4) for name, calls in programs.items()}
     graphs = {name: run for name, run in runs.items() if name not in eager}
-    times = timing.gpu_ms(graphs, list(graphs), rounds).ms
+    times = machine.times(graphs, tuple(graphs)).ms
     if traced := {name: run for name, run in runs.items() if name in eager}:
-        times |= {name: found.total for name, found in timing.kernel_times(traced, rounds).items()}
+        times |= machine.kernels(traced).ms
     return {name: times[name] / (4 * len(calls)) for name, calls in programs.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------- dispatch
 
 
-def random_experts(num_tokens: int, num_experts: int, top_k: int) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(int(torch.randint(2**31, ())))  # other ids in each call
-    return route(Sizes(num_tokens, 0, 0, num_experts, top_k), "uniform", "cuda", generator)
+def random_experts(num_tokens: int, num_experts: int, top_k: int, device: str) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(int(torch.randint(2**31, ())))  # other ids in each call
+    return route(Sizes(num_tokens, 0, 0, num_experts, top_k), "uniform", device, generator)
 
 
 def by_torch_sort(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, ...]:
@@ -99,9 +116,9 @@ def prepared(experts: torch.Tensor, num_experts: int, method: str) -> Call:
     num_tokens, top_k = experts.shape
     sizes = {"expert_pair_indices": experts.numel(), "token_index_map": experts.numel()}
     sizes["expert_token_offsets"] = num_experts + 1
-    out = {name: torch.empty(size, dtype=torch.int32, device="cuda") for name, size in sizes.items()}
+    out = {name: torch.empty(size, dtype=torch.int32, device=experts.device) for name, size in sizes.items()}
     bytes_needed = workspace_bytes(num_tokens, top_k, num_experts, method)  # type: ignore[arg-type]
-    workspace = torch.empty(max(bytes_needed, 4), dtype=torch.uint8, device="cuda")
+    workspace = torch.empty(max(bytes_needed, 4), dtype=torch.uint8, device=experts.device)
     options: dict[str, Any] = {"method": method, "out": out, "workspace": workspace}
     return lambda: build_dispatch(experts, num_experts, **options)
 
@@ -116,44 +133,29 @@ def check(experts: torch.Tensor, num_experts: int, methods: Sequence[str]) -> No
             raise RuntimeError(f"method={method!r} differs from torch.sort at E={num_experts}, {tuple(experts.shape)}")
 
 
-def dispatch_row(
-    num_tokens: int, num_experts: int, top_k: int, methods: Sequence[str], rounds: int = ROUNDS
-) -> dict[str, Any]:
+def dispatch_row(case: Routed, machine: Machine) -> Row:
+    num_tokens, num_experts, top_k, methods, name, paper = case
     sets = max(2, min(SETS, 2**27 // (12 * num_tokens * top_k)))  # 384 MB of lists at most, but always two sets
-    experts = [random_experts(num_tokens, num_experts, top_k) for _ in range(sets)]
+    experts = [random_experts(num_tokens, num_experts, top_k, machine.device) for _ in range(sets)]
     ours = [method for method in methods if method != "torch_sort"]
     check(experts[0], num_experts, ours)
     programs: dict[str, Sequence[Call]] = {name: [prepared(ids, num_experts, name) for ids in experts] for name in ours}
-    if "torch_sort" in methods:
-        programs["torch_sort"] = [partial(by_torch_sort, ids, num_experts) for ids in experts]
-    times = gpu_ms(programs, eager=["sort"], rounds=rounds)
-    row: dict[str, Any] = {"T": num_tokens, "E": num_experts, "K": top_k}
-    row |= {f"{name}_ms": times[name] for name in methods}
+    programs["torch_sort"] = [partial(by_torch_sort, ids, num_experts) for ids in experts]
+    times = gpu_ms(programs, machine, eager=["sort"])
+    row: Row = {f"{name}_ms": times[name] for name in methods}
     row["floor_ms"] = cost.floor_ms(0.0, cost.dispatch_bytes(num_tokens * top_k))
     row["tiled_over_floor"] = row["tiled_ms"] / row["floor_ms"]
     row["tiled_workspace_share"] = workspace_bytes(num_tokens, top_k, num_experts) / (8 * num_tokens * top_k)
-    return row
+    return row | (dict(zip(("paper_sort_ms", "paper_hash_ms"), paper, strict=True)) if name else {})
 
 
-def table3(models: Sequence[tuple[str, int, int, float | None, float | None]]) -> list[dict[str, Any]]:
-    rows = []
-    for name, num_experts, top_k, paper_sort, paper_hash in models:
-        row = stamped(dispatch_row, T, num_experts, top_k, ("tiled", "dense", "sort", "torch_sort"))
-        rows.append({"name": name, **row, "paper_sort_ms": paper_sort, "paper_hash_ms": paper_hash})
-        torch.cuda.empty_cache()
-    return rows
-
-
-def small_row(num_tokens: int) -> dict[str, Any]:
+def small_row(case: Routed, machine: Machine) -> Row:
     """GPU and host time where a call is short."""
-    experts = random_experts(num_tokens, 128, 8)
-    call = prepared(experts, 128, "tiled")
+    experts = random_experts(case.T, case.E, case.K, machine.device)
+    call = prepared(experts, case.E, "tiled")
     call()
-    row: dict[str, Any] = {"T": num_tokens, "E": 128, "K": 8}
-    row["gpu_us"] = 1e3 * gpu_ms({"tiled": [call]})["tiled"]
-    row["host_us"] = 1e3 * host_ms(call)
-    row["host_us_allocating"] = 1e3 * host_ms(partial(build_dispatch, experts, 128))
-    return row
+    row = {"gpu_us": 1e3 * gpu_ms({"tiled": [call]}, machine)["tiled"], "host_us": 1e3 * host_ms(call)}
+    return row | {"host_us_allocating": 1e3 * host_ms(partial(build_dispatch, experts, case.E))}
 
 
 # -------------------------------------------------------------------------------------------------------------- top-k
@@ -168,73 +170,60 @@ def by_torch_topk(logits: torch.Tensor, top_k: int, score: str) -> tuple[torch.T
     return values / values.sum(1, keepdim=True) if score == "sigmoid" else values, experts.int()
 
 
-def topk_row(
-    num_tokens: int, num_experts: int, top_k: int, dtype: torch.dtype, options: dict[str, Any]
-) -> dict[str, Any]:
-    logits = [torch.randn(num_tokens, num_experts, device="cuda").to(dtype) for _ in range(2)]
-    out = [
-        (
-            torch.empty(num_tokens, top_k, device="cuda"),
-            torch.empty(num_tokens, top_k, dtype=torch.int32, device="cuda"),
-        )
-        for _ in logits
-    ]
+def topk_row(case: TopK, machine: Machine) -> Row:
+    options: dict[str, Any] = {"score": case.score}
+    (T, E, K), device = case[:3], machine.device
+    logits = [torch.randn(T, E, device=device).to(getattr(torch, case.dtype)) for _ in range(2)]
+    out = [(torch.empty(T, K, device=device), torch.empty(T, K, dtype=torch.int32, device=device)) for _ in logits]
     d_logits = torch.empty_like(logits[0])
-    scores, experts = topk_route(logits[0], top_k, **options)
-    right, _ = by_torch_topk(logits[0], top_k, options["score"])
+    scores, experts = topk_route(logits[0], K, **options)
+    right, _ = by_torch_topk(logits[0], K, case.score)
     torch.testing.assert_close(scores, right, rtol=1e-4, atol=1e-6)
-    forward = [partial(topk_route, x, top_k, out=o, **options) for x, o in zip(logits, out, strict=True)]
+    forward = [partial(topk_route, x, K, out=o, **options) for x, o in zip(logits, out, strict=True)]
     backward = [partial(topk_route_backward, x, experts, scores, out=d_logits, **options) for x in logits]
-    plain = [partial(by_torch_topk, x, top_k, options["score"]) for x in logits]
-    times = gpu_ms({"fused": forward, "backward": backward, "torch": plain}, rounds=9)
-    sizes = (num_tokens, num_experts, top_k, logits[0].element_size())
+    plain = [partial(by_torch_topk, x, K, case.score) for x in logits]
+    times = gpu_ms({"fused": forward, "backward": backward, "torch": plain}, machine)
+    sizes = (T, E, K, logits[0].element_size())
+    floor = cost.floor_ms(0.0, cost.topk_bytes(*sizes))
     return {
-        "T": num_tokens,
-        "E": num_experts,
-        "K": top_k,
-        "dtype": str(dtype).removeprefix("torch."),
-        **options,
         "fused_ms": times["fused"],
         "torch_ms": times["torch"],
-        "floor_ms": cost.floor_ms(0.0, cost.topk_bytes(*sizes)),
+        "floor_ms": floor,
         "backward_ms": times["backward"],
         "backward_floor_ms": cost.floor_ms(0.0, cost.topk_backward_bytes(*sizes)),
-        "fused_over_floor": times["fused"] / cost.floor_ms(0.0, cost.topk_bytes(*sizes)),
+        "fused_over_floor": times["fused"] / floor,
         "torch_over_fused": times["torch"] / times["fused"],
     }
 
 
-# --------------------------------------------------------------------------------------------------------------- main
+# --------------------------------------------------------------------------------------------------------------- cases
 
-
-def main() -> None:
-    parser = argument_parser("scripts.bench.dispatch", __doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of dispatch.json and topk.json")
-    parser.add_argument("--quick", action="store_true", help="three models, two top-k shapes, no series")
-    options = parser.parse_args()
-    need_hopper()
-    dispatch_file, topk_file = (
-        options.out / f"{name}{'-quick' if options.quick else ''}.json" for name in ("dispatch", "topk")
-    )
-    torch.manual_seed(0)
-    record = begun("dispatch", (__doc__ or "").rpartition("\n\n")[0])
-    record["rows"] = table3(MODELS[:3] if options.quick else MODELS)
-    record["small"] = [stamped(small_row, num_tokens) for num_tokens in (1, 1024, 8192, 65536)]
-    record["series"] = {}
-    if not options.quick:
-        methods = ("tiled", "dense", "torch_sort")
-        record["series"] = {
-            "T": [stamped(dispatch_row, 2**power, 128, 8, methods, 7) for power in range(12, 23, 2)],
-            "E": [stamped(dispatch_row, T, experts, 8, methods, 7) for experts in (8, 16, 32, 64, 128, 256, 512)],
-        }
-    write_json(dispatch_file, record)
-    print(f"{dispatch_table(record)}\n\n{small_dispatch_table(record)}\n\n{experts_growth(record)}\n", flush=True)
-    rows = [stamped(topk_row, *row) for row in (TOPK[:2] if options.quick else TOPK)]
-    record = {key: value for key, value in record.items() if key not in ("small", "series")}
-    record |= {"benchmark": "topk", "rows": rows}
-    write_json(topk_file, record)
-    print(f"{topk_table(record)}\n\nwrote {dispatch_file} and {topk_file.name}")
-
+TABLE_3 = [Routed(T, E, K, ("tiled", "dense", "sort", "torch_sort"), name, paper) for name, E, K, *paper in MODELS]  # type: ignore[arg-type]
+FEW = [Routed(tokens, 128, 8) for tokens in (1, 1024, 8192, 65536)]
+OVER_T = [Routed(2**power, 128, 8) for power in range(12, 23, 2)]
+OVER_E = [Routed(T, experts, 8) for experts in (8, 16, 32, 64, 128, 256, 512)]
+TOPK = [  # the first is the one that README states
+    TopK(T, 128, 8, "float32", "softmax_topk"),
+    TopK(T, 128, 8, "float32", "topk_softmax"),
+    TopK(T, 256, 8, "float32", "sigmoid"),
+    TopK(T, 128, 8, "bfloat16", "softmax_topk"),
+    TopK(T, 8, 2, "float32", "topk_softmax"),
+    TopK(T, 512, 10, "float32", "softmax_topk"),
+]
+SMALL = [Routed(300, 16, 4, ("tiled", "dense", "torch_sort"), "small")]
+BENCH = Bench(
+    "dispatch",
+    __doc__,
+    {
+        "models": Item(dispatch_row, TABLE_3, SMALL, TABLE_3[:3], of_case, rounds=15),
+        "small": Item(small_row, FEW, SMALL, FEW, of_case, part="small", rounds=15),
+        "series_T": Item(dispatch_row, OVER_T, SMALL, (), of_case, part="series/T", rounds=7),
+        "series_E": Item(dispatch_row, OVER_E, SMALL, (), of_case, part="series/E", rounds=7),
+        "topk": Item(topk_row, TOPK, [TOPK[0]._replace(T=300)], TOPK[:2], of_case, file="topk", rounds=9),
+    },
+    paragraphs=2,
+)
+main = partial(run, BENCH)
 
 if __name__ == "__main__":
     main()

@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 -m scripts.bench.distributed             # -> results/h200/distributed.json, named by the GPU
     torchrun --nproc-per-node 2 -m scripts.bench.distributed --resume    # what that file lacks of so many GPUs
-    torchrun --nproc-per-node 2 -m scripts.bench.distributed --quick     # small, on CPUs too -> distributed-quick.json
-    python -m scripts.bench.distributed --quick                          # the same with one rank
+    torchrun --nproc-per-node 2 -m scripts.bench.distributed --quick     # small -> distributed-quick.json
+    torchrun --nproc-per-node 2 -m scripts.bench.distributed --cpu       # small, on CPUs
+    python -m scripts.bench.distributed --cpu                            # the same with one rank
 
 Any number of GPUs: rows of other numbers, and what else is in the file, stay. The file is written after every row.
 
@@ -18,41 +19,26 @@ batch; largest_difference is the largest relative one of the smoothed losses (`s
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from scripts.bench.common import (
-    RESULTS,
-    begun,
-    bench_parser,
-    folder_of,
-    gpu_name,
-    read_json,
-    settled,
-    sizes_of_run,
-    stamped,
-    write_json,
-)
-from scripts.bench.identity import earlier
-from scripts.command import need_hopper, refuse, some_of
+from scripts.bench.common import sizes_of_run
+from scripts.bench.running import Bench, Item, of_case, run
+from scripts.bench.timing import Machine, Row
+from scripts.command import refuse, some_of
 from scripts.lm import sharding
 from scripts.lm.compare_backends import largest_difference
-from scripts.lm.ranks import Ranks, joined
+from scripts.lm.ranks import Ranks
 from scripts.lm.settings import PARALLEL, PRESETS, Config
 from scripts.train_lm import Trainer
-
-Row = dict[str, Any]
-Asked = tuple[str, str]  # a list of the results file, and a mode
 
 SCALING = Config(
     layers=8,
@@ -70,7 +56,17 @@ SCALING = Config(
 LOSSES = replace(PRESETS["hopper"], dropout=0.0, lr=3e-4, steps=200)
 SMALL = Config(layers=2, d_model=32, heads=2, context=32, d_expert=16, num_experts=8, batch=8, steps=10)
 STEPS = 10  # in a row, between two readings of the clock
-TIMEOUT = 600  # seconds that a rank waits for another
+
+
+class Asked(NamedTuple):
+    """A mode of the language model. small: in its short form."""
+
+    mode: str
+    small: bool = False
+
+    @property
+    def key(self) -> Row:
+        return {"mode": self.mode}
 
 
 def trainer(config: Config, ranks: Ranks, mode: str) -> Trainer:
@@ -89,12 +85,14 @@ def seconds_of(trainer: Trainer, steps: int) -> float:
     return (time.perf_counter() - begin) / steps
 
 
-def weak_scaling(mode: str, config: Config, ranks: Ranks, rounds: int, steps: int) -> Row:
-    """A row of ``weak_scaling``. config: its batch is one GPU's."""
+def weak_scaling(case: Asked, machine: Machine) -> Row:
+    """Throughput a GPU of a mode on all ranks, and of each rank alone. The configuration's batch is one GPU's."""
+    mode, ranks = case.mode, machine.ranks
+    config, steps = (SMALL, 2) if case.small else (SCALING, STEPS)
     whole = replace(config, batch=config.batch * ranks.size)
     programs = {"alone": trainer(config, Ranks(ranks.device), "none"), mode: trainer(whole, ranks, mode)}
     taken: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(rounds + 1):  # the first warms up
+    for _ in range(machine.rounds + 1):  # the first warms up
         for name, program in programs.items():
             taken[name].append(seconds_of(program, steps))
     slowest = torch.tensor([statistics.median(seconds[1:]) for seconds in taken.values()], dtype=torch.float64)
@@ -103,7 +101,7 @@ def weak_scaling(mode: str, config: Config, ranks: Ranks, rounds: int, steps: in
     alone, several = (config.batch * config.context / seconds for seconds in slowest.tolist())
     speeds = {"tokens_per_s_per_gpu": round(several, 1), "tokens_per_s_alone": round(alone, 1)}
     sizes = sizes_of_run(config, config.batch, ranks.size if "ep" in mode else 1)
-    return {"mode": mode, "gpus": ranks.size, **sizes, **speeds, "efficiency": round(several / alone, 4)}
+    return {**sizes, **speeds, "efficiency": round(several / alone, 4)}
 
 
 def losses_of(mode: str, config: Config, ranks: Ranks) -> list[float]:
@@ -118,95 +116,42 @@ def losses_alone(config: Config, device: torch.device) -> list[float]:
     return losses_of("none", config, Ranks(device))
 
 
-def losses(mode: str, config: Config, ranks: Ranks) -> Row:
-    """A row of ``losses``."""
+def losses(case: Asked, machine: Machine) -> Row:
+    """How far a mode's losses part from one GPU's with the same global batch."""
+    mode, ranks, config = case.mode, machine.ranks, SMALL if case.small else LOSSES
     alone = losses_alone(config, ranks.device)
     difference, step = largest_difference(losses_of(mode, config, ranks), alone)
-    return {
-        "mode": mode,
-        "gpus": ranks.size,
-        **sizes_of_run(config, config.batch // ranks.size, ranks.size if "ep" in mode else 1),
-        "largest_difference": round(difference, 6),
-        "step": step,
-        "steps": config.steps,
-    }
+    sizes = sizes_of_run(config, config.batch // ranks.size, ranks.size if "ep" in mode else 1)
+    return {**sizes, "largest_difference": round(difference, 6), "step": step, "steps": config.steps}
 
 
-MEASURES: dict[str, Callable[..., Row]] = {"weak_scaling": weak_scaling, "losses": losses}
+def add_options(parser: argparse.ArgumentParser) -> None:
+    what = f"some of {', '.join(PARALLEL[1:])} [default fsdp,ep]"
+    parser.add_argument("--modes", type=some_of(PARALLEL[1:]), default=["fsdp", "ep"], help=what)
 
 
-def arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = bench_parser("distributed", __doc__, quick="small models, a few steps", resume=True)
-    for name, modes in {"scaling": "fsdp,ep", "losses": "fsdp,ep"}.items():
-        what = f"some of {', '.join(PARALLEL[1:])}; or none [default {modes}]"
-        parser.add_argument(f"--{name}", type=some_of(PARALLEL), default=modes.split(","), metavar="MODES", help=what)
-    parser.add_argument("--device", help="cpu or cuda [default cuda where there is one, else cpu]")
-    return settled(parser.parse_args(words), "distributed", rounds=7, quick_rounds=2)
+def prepare(options: argparse.Namespace, ranks: Ranks) -> None:
+    try:
+        for mode in options.modes:
+            sharding.check(replace(SMALL if options.cpu else LOSSES, parallel=mode), ranks)
+    except ValueError as error:
+        refuse(f"{error}; nothing was run")
 
 
-def results_file() -> Path:
-    """By the GPU: results/h200/distributed.json."""
-    return RESULTS.parent / folder_of(gpu_name()) / "distributed.json"
-
-
-def is_of(row: Row, mode: str, gpus: int) -> bool:
-    return bool(row["mode"] == mode and row["gpus"] == gpus)
-
-
-def lacking(record: dict[str, Any], asked: Iterable[Asked], gpus: int) -> list[Asked]:
-    """What the record has no row of, made by today's kernels and this benchmark."""
-    rows = {
-        (name, row["mode"])
-        for name in MEASURES
-        for row in record.get(name, ())
-        if row["gpus"] == gpus and not earlier(row)
-    }
-    return [each for each in asked if each not in rows]
-
-
-def in_time(asked: list[Asked], seconds: float, ranks: Ranks) -> Iterator[Asked]:
-    """Those that can begin in ``seconds`` by rank 0's clock, the GPU's memory being freed after each."""
-    begin = time.monotonic()
-    for number, each in enumerate(asked):
-        if ranks.told(time.monotonic() - begin > seconds):
-            if ranks.first:
-                print("skipped for time:", *(" ".join(left) for left in asked[number:]), sep="\n  ")
-            return
-        yield each
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-def main(words: list[str] | None = None) -> None:
-    options = arguments(words)
-    if not options.quick:
-        need_hopper()
-    scaling, config, steps = (SMALL, SMALL, 2) if options.quick else (SCALING, LOSSES, STEPS)
-    modes = {"weak_scaling": options.scaling, "losses": options.losses}
-    asked = [(name, mode) for name, some in modes.items() for mode in some if mode != "none"]
-    with joined(options.device, TIMEOUT) as ranks:
-        try:
-            for _, mode in asked:
-                sharding.check(replace(config, parallel=mode), ranks)
-        except ValueError as error:
-            refuse(f"{error}; nothing was run")
-        out = options.out or results_file()
-        record = read_json(out) if ranks.first and out.exists() else {}
-        if options.resume:
-            asked = ranks.of_first(lambda: lacking(record, asked, ranks.size))
-        if ranks.first:
-            record |= {name: value for name, value in begun("distributed", __doc__).items() if name != "rows"}
-        given = {"weak_scaling": (scaling, ranks, options.rounds, steps), "losses": (config, ranks)}
-        for name, mode in in_time(asked, options.time_budget, ranks):
-            row = stamped(MEASURES[name], mode, *given[name])
-            if ranks.first:
-                print(name, {field: value for field, value in row.items() if field != "of"}, flush=True)
-                rows = [other for other in record.get(name, ()) if not is_of(other, mode, ranks.size)]
-                record[name] = sorted([*rows, row], key=lambda row: (PARALLEL.index(row["mode"]), row["gpus"]))
-                write_json(out, record)
-        if ranks.first:
-            print("wrote" if asked else "nothing to add to", out)
-
+MODES, SMALL_MODES = ([Asked(mode, small) for mode in PARALLEL[1:]] for small in (False, True))
+BENCH = Bench(
+    "distributed",
+    __doc__,
+    {
+        name: Item(measure, MODES, SMALL_MODES, SMALL_MODES, of_case, part=name, rounds=7)
+        for name, measure in (("weak_scaling", weak_scaling), ("losses", losses))
+    },
+    options=add_options,
+    asked=lambda options, case: case.mode in options.modes,
+    prepare=prepare,
+    ranks=True,
+)
+main = partial(run, BENCH)
 
 if __name__ == "__main__":
     main()

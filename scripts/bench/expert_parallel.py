@@ -1,9 +1,10 @@
 """Experts on several GPUs: a layer forward and backward, and the exchange alone, by dispatcher.
 
     torchrun --nproc-per-node 2 -m scripts.bench.expert_parallel             # -> the "ep" rows of results/h200/distributed.json
-    torchrun --nproc-per-node 2 -m scripts.bench.expert_parallel --quick     # small, on CPUs too; rows are printed alone
-    torchrun --nproc-per-node 2 -m scripts.bench.expert_parallel --layers qwen3,mixtral --tokens 8192
-    python -m scripts.bench.expert_parallel --quick                          # the same with one rank
+    torchrun --nproc-per-node 2 -m scripts.bench.expert_parallel --quick     # small -> distributed-quick.json
+    torchrun --nproc-per-node 2 -m scripts.bench.expert_parallel --layers qwen3,mixtral
+    torchrun --nproc-per-node 2 -m scripts.bench.expert_parallel --cpu       # small, on CPUs
+    python -m scripts.bench.expert_parallel --cpu                            # the same with one rank
 
 Any number of GPUs: rows of other numbers stay. The file is written after every row.
 
@@ -28,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -41,21 +43,33 @@ from blazeproto.dispatch import Dispatch
 from blazeproto.distributed import AllToAll, Symmetric, expert_parallel
 from blazeproto.gemm import Sizes
 from blazeproto.router.router import Routing
-from scripts.bench.common import REPOSITORY, begun, bench_parser, cfg_of, read_json, settled, stamped, write_json
-from scripts.bench.distributed import TIMEOUT, Row, results_file
-from scripts.command import need_hopper, some_of
-from scripts.lm.ranks import Ranks, join, joined
+from scripts.bench.common import MIB, REPOSITORY, cfg_of
+from scripts.bench.running import TIMEOUT, Bench, Item, of_case, run
+from scripts.bench.timing import Machine, Row
+from scripts.command import some_of
+from scripts.lm.ranks import Ranks, join
 
-MIB = 1 << 20
 LAYERS = {  # d, n, E, K
     "qwen3": Sizes(8192, 2048, 768, 128, 8),
     "mixtral": Sizes(8192, 4096, 14336, 8, 2),
 }
 SMALL = Sizes(64, 64, 32, 8, 2)
-DISPATCHERS = ("symmetric", "all_to_all", "capacity", "vdev_2d")
 IN_A_ROW = 8  # exchanges of a graph
 PATIENCE = 60  # seconds for torch's exchange
 CAPACITY = 1.25  # rows over the mean, of "capacity": `Symmetric` with a row_capacity
+Call = Callable[[], object]
+
+
+class Spread(NamedTuple):
+    """A case: a layer over the ranks. shape: T of a rank."""
+
+    layer: str
+    shape: Sizes
+    dispatcher: str
+
+    @property
+    def key(self) -> Row:
+        return {"cfg": cfg_of(self.shape), "dispatcher": self.dispatcher}
 
 
 class Given(nn.Module):
@@ -102,10 +116,15 @@ def layer_of(shape: Sizes, given: Inputs, dispatcher: Any, options: dict[str, An
     layer = layer.to_empty(device=given.x.device)
     with torch.no_grad():
         for weight in layer.parameters():
-            own: Any = weight.to_local() if hasattr(weight, "to_local") else weight
-            own.uniform_(-(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
+            own(weight).uniform_(-(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
     router.scores, router.ids = given.scores, given.ids  # which to_empty leaves alone
     return layer
+
+
+def own(weight: Any) -> Tensor:
+    """A rank's part of a weight."""
+    made: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
+    return made
 
 
 class Timer:
@@ -114,7 +133,7 @@ class Timer:
     def __init__(self, ranks: Ranks, rounds: int) -> None:
         self.ranks, self.rounds = ranks, rounds
 
-    def ms(self, *calls: Callable[[], object], before: Callable[[], object]) -> list[float]:
+    def ms(self, *calls: Call, before: Call) -> list[float]:
         """The times of calls that run one after another in every round."""
         taken: list[list[float]] = []
         for _ in range(self.rounds + 2):
@@ -125,7 +144,7 @@ class Timer:
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return [statistics.median(column) for column in slowest.T.tolist()]
 
-    def _once(self, call: Callable[[], object]) -> float:
+    def _once(self, call: Call) -> float:
         if self.ranks.device.type != "cuda":
             begun_at = time.perf_counter()
             call()
@@ -140,42 +159,41 @@ class Timer:
         return begin.elapsed_time(end)
 
 
-def graph_of(call: Callable[[], object]) -> tuple[Callable[[], object], object]:
-    """A call's replay, and what it returned at the capture."""
+def replayed(call: Call) -> Call:
+    """A call as a CUDA graph."""
     stream = torch.cuda.current_stream()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        result = call()
+        call()
     torch.cuda.synchronize()
-    return graph.replay, result
+    return graph.replay
 
 
-def layer_times(layer: MoE, given: Inputs, shape: Sizes, timer: Timer, *, captured: bool) -> tuple[float, float]:
+def timed(calls: list[Call], kept: list[Any], timer: Timer, *, before: Call, captured: bool) -> list[float]:
+    """ms of calls that follow each other, as graphs if they are ``captured``. kept: what they leave for each other."""
+    before()
+    for call in calls * 2:
+        call()
+    kept.clear()
+    return timer.ms(*(map(replayed, calls) if captured else calls), before=before)
+
+
+def layer_times(layer: MoE, given: Inputs, shape: Sizes, timer: Timer, *, captured: bool) -> list[float]:
     """Forward's and backward's ms."""
     wanted = (given.x, given.scores, *layer.parameters())
-    kept: list[Any] = [None, None]
+    kept: list[Any] = []
 
     def forward() -> None:
-        kept[0] = layer(given.x)[0]
+        kept[:] = [layer(given.x)[0]]
 
     def backward() -> None:
-        kept[1] = torch.autograd.grad(kept[0], wanted, given.d_out)
+        kept[1:] = [torch.autograd.grad(kept[0], wanted, given.d_out)]
 
-    for _ in range(2):
-        forward()
-        backward()
-    kept[:] = [None, None]
-    calls: list[Callable[[], object]] = [forward, backward]
-    if captured:
-        calls = [graph_of(forward)[0], graph_of(backward)[0]]
-    forward_ms, backward_ms = timer.ms(*calls, before=lambda: draw_ids(given.ids, shape.E))
-    return forward_ms, backward_ms
+    return timed([forward, backward], kept, timer, before=lambda: draw_ids(given.ids, shape.E), captured=captured)
 
 
-def exchange_times(
-    dispatcher: Symmetric, given: Inputs, shape: Sizes, timer: Timer, *, captured: bool
-) -> tuple[float, float]:
+def exchange_times(dispatcher: Symmetric, given: Inputs, shape: Sizes, timer: Timer, *, captured: bool) -> list[float]:
     """ms of the way out with index lists, and of the way back: means of IN_A_ROW with ids of their own, in one graph."""
     exchange: Any = dispatcher._exchange
     experts_here = shape.E // dispatcher.ranks
@@ -205,15 +223,7 @@ def exchange_times(
             (chunk,) = chunks_of(arrived, WHOLE)
             exchange.add_up(token_ranks, y, backend.rows_of(chunk.dispatch), scores=weights, out=made)
 
-    draw()
-    for _ in range(2):
-        out()
-        back()
-    calls: list[Callable[[], object]] = [out, back]
-    if captured:
-        calls = [graph_of(out)[0], graph_of(back)[0]]
-    out_ms, back_ms = timer.ms(*calls, before=draw)
-    return out_ms / IN_A_ROW, back_ms / IN_A_ROW
+    return [ms / IN_A_ROW for ms in timed([out, back], kept, timer, before=draw, captured=captured)]
 
 
 def payload(given: Inputs, shape: Sizes, ranks: Ranks) -> int:
@@ -223,11 +233,18 @@ def payload(given: Inputs, shape: Sizes, ranks: Ranks) -> int:
     return int(sum(others)) * shape.d * given.x.element_size()
 
 
+def exchange_figures(ms: list[float], leaves: int) -> Row:
+    """Figures of the ways out and back, with ``leaves`` bytes of payload."""
+    out, back = ms
+    row: Row = {"dispatch_ms": round(out, 4), "combine_ms": round(back, 4), "payload_MiB": round(leaves / MIB, 2)}
+    return row | {"dispatch_gbps": round(leaves / out / 1e6, 1), "combine_gbps": round(leaves / back / 1e6, 1)}
+
+
 def peak_mib(layer: MoE, given: Inputs, ranks: Ranks, *, beside: int) -> float:
     """The peak of forward and backward, gradients included, and ``beside`` bytes and the layer's weights; the largest rank's."""
     if ranks.device.type != "cuda":
         return 0.0
-    weights = sum((p.to_local() if hasattr(p, "to_local") else p).nbytes for p in layer.parameters())
+    weights = sum(own(weight).nbytes for weight in layer.parameters())
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -238,12 +255,13 @@ def peak_mib(layer: MoE, given: Inputs, ranks: Ranks, *, beside: int) -> float:
     peak = torch.tensor([torch.cuda.max_memory_allocated() - before + weights + beside], device=ranks.device)
     if ranks.size > 1:
         dist.all_reduce(peak, dist.ReduceOp.MAX)
-    return int(peak) / MIB
+    return round(int(peak) / MIB, 1)
 
 
-def measure(name: str, shape: Sizes, ranks: Ranks, timer: Timer) -> Row:
+def measure(case: Spread, machine: Machine) -> Row:
+    _, shape, name = case
+    ranks, timer = machine.ranks, Timer(machine.ranks, machine.rounds)
     given = inputs_of(shape, ranks)
-    on_gpu = ranks.device.type == "cuda"
     dispatcher: Any
     if name == "all_to_all":
         dispatcher = AllToAll(dist.group.WORLD, shape.E)  # type: ignore[arg-type]
@@ -252,57 +270,41 @@ def measure(name: str, shape: Sizes, ranks: Ranks, timer: Timer) -> Row:
         dispatcher = Symmetric(dist.group.WORLD, shape.E, device=ranks.device, **sizes)  # type: ignore[arg-type]
     options = {"row_capacity": int(CAPACITY * shape.T * shape.K)} if name == "capacity" else {}
     layer = layer_of(shape, given, dispatcher, options)
-    captured = on_gpu and name != "all_to_all"
-    row: Row = {"cfg": cfg_of(shape), "gpus": ranks.size, "dispatcher": name}
-    row |= {
+    captured = machine.on_gpu and name != "all_to_all"
+    row: Row = {
         "ranks": ranks.size,
         "row_counts": [options.get("row_capacity", ranks.size * shape.rows)],
     }  # of a rank at most
-    stream = torch.cuda.stream(torch.cuda.Stream()) if on_gpu else torch.enable_grad()
-    with stream:
+    with torch.cuda.stream(torch.cuda.Stream()) if machine.on_gpu else torch.enable_grad():
         beside = dispatcher.layout.size if isinstance(dispatcher, Symmetric) else 0
-        row["peak_MiB"] = round(peak_mib(layer, given, ranks, beside=beside), 1)
+        row["peak_MiB"] = peak_mib(layer, given, ranks, beside=beside)
         operations = 6 * shape.T * shape.K * shape.n * shape.d
         forward, backward = layer_times(layer, given, shape, timer, captured=captured)
         row |= {"fwd_ms": round(forward, 4), "bwd_ms": round(backward, 4)}
-        row |= {
-            "fwd_tflops": round(operations / forward / 1e9, 1),
-            "bwd_tflops": round(2 * operations / backward / 1e9, 1),
-        }
+        row["fwd_tflops"] = round(operations / forward / 1e9, 1)
+        row["bwd_tflops"] = round(2 * operations / backward / 1e9, 1)
         if name == "symmetric":
-            out, back = exchange_times(dispatcher, given, shape, timer, captured=captured)
-            leaves = payload(given, shape, ranks)
-            row |= {"dispatch_ms": round(out, 4), "combine_ms": round(back, 4), "payload_MiB": round(leaves / MIB, 2)}
-            row |= {"dispatch_gbps": round(leaves / out / 1e6, 1), "combine_gbps": round(leaves / back / 1e6, 1)}
+            ms = exchange_times(dispatcher, given, shape, timer, captured=captured)
+            row |= exchange_figures(ms, payload(given, shape, ranks))
             del layer
-            alone = layer_of(shape, given, None, {})
-            row["alone_MiB"] = round(peak_mib(alone, given, ranks, beside=0), 1)
+            row["alone_MiB"] = peak_mib(layer_of(shape, given, None, {}), given, ranks, beside=0)
     return row
 
 
-def measure_torchs(name: str, shape: Sizes, ranks: Ranks, timer: Timer) -> Row:
+def measure_torchs(case: Spread, machine: Machine) -> Row:
     """torch's exchange in a process for each rank: symmetric memory is of one backend in a process, and what fails there ends
     there."""
-    row: Row = {"cfg": cfg_of(shape), "gpus": ranks.size, "dispatcher": name}
-    if ranks.device.type != "cuda":
-        return row | {"absent": f"needs GPUs, got ranks on {ranks.device.type}"}
+    ranks = machine.ranks
+    if not machine.on_gpu:
+        return {"absent": f"needs GPUs, got ranks on {ranks.device.type}"}
     folder = ranks.told(tempfile.mkdtemp() if ranks.first else "")
-    words = [
-        "--shape",
-        ",".join(map(str, cfg_of(shape).values())),
-        "--rounds",
-        timer.rounds,
-        "--store",
-        f"{folder}/store",
-    ]
-    words += ["--rank", ranks.rank, "--ranks", ranks.size, "--gpu", torch.cuda.current_device()]
-    found = [ended("scripts.bench.torch_exchange", *map(str, words))] * ranks.size
-    if ranks.size > 1:
-        dist.all_gather_object(found, found[0])
+    spec = {"shape": case.shape[:5], "rounds": machine.rounds, "store": f"{folder}/store", "rank": ranks.rank}
+    spec |= {"ranks": ranks.size, "gpu": torch.cuda.current_device()}
+    found = ranks.of_each(partial(ended, "scripts.bench.torch_exchange", json.dumps(spec)))
     if ranks.first:
         shutil.rmtree(folder, ignore_errors=True)
     reasons = sorted((each for each in found if "absent" in each), key=lambda each: each["absent"] == SILENT)
-    return row | (reasons or found)[0]
+    return (reasons or found)[0]
 
 
 SILENT = f"no end within {PATIENCE} s"  # of a rank that waits for another, which has a better reason
@@ -311,17 +313,12 @@ SILENT = f"no end within {PATIENCE} s"  # of a rank that waits for another, whic
 def ended(*words: str) -> Row:
     """What ``python -m`` and these words print last, as JSON; or under "absent" the last line of its errors."""
     command, environment = [sys.executable, "-m", *words], os.environ | {"NVSHMEM_DISABLE_NVLS": "1"}
+    options: dict[str, Any] = {"env": environment, "cwd": REPOSITORY, "capture_output": True, "text": True}
     try:
-        done = subprocess.run(
-            command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE, check=False
-        )
+        done = subprocess.run(command, timeout=PATIENCE, check=False, **options)
         if done.returncode:
-            lines = done.stderr.split("\n")
-            return {
-                "absent": next(
-                    (line.strip()[:200] for line in reversed(lines) if line.strip()), f"exit {done.returncode}"
-                )
-            }
+            lines = [f"exit {done.returncode}", *filter(str.strip, done.stderr.split("\n"))]
+            return {"absent": lines[-1].strip()[:200]}
         made: Row = json.loads(next(line for line in reversed(done.stdout.split("\n")) if line.startswith("{")))
         return made
     except subprocess.TimeoutExpired:
@@ -330,49 +327,32 @@ def ended(*words: str) -> Row:
         return {"absent": f"{type(error).__name__}: {error}"}
 
 
-def arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = bench_parser("expert_parallel", __doc__, quick="one small layer, a few rounds")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=some_of(LAYERS), default=["qwen3"], help=f"of {', '.join(LAYERS)}")
-    parser.add_argument(
-        "--tokens", type=lambda text: [int(t) for t in text.split(",")], default=[8192, 65536], help="of a rank"
-    )
-    parser.add_argument(
-        "--dispatchers", type=some_of(DISPATCHERS), default=list(DISPATCHERS), help=f"of {', '.join(DISPATCHERS)}"
-    )
-    parser.add_argument("--device", help="cpu or cuda [default cuda where there is one, else cpu]")
-    return settled(parser.parse_args(words), "distributed", rounds=30, quick_rounds=2)
 
 
-def main(words: list[str] | None = None) -> None:
-    options = arguments(words)
-    if not options.quick:
-        need_hopper()
-    shapes = (
-        [SMALL] if options.quick else [LAYERS[name]._replace(T=T) for name in options.layers for T in options.tokens]
-    )
-    with joined(options.device, TIMEOUT) as ranks:
-        out, timer = options.out or (None if options.quick else results_file()), Timer(ranks, options.rounds)
-        if not dist.is_initialized():
-            join(ranks.device, TIMEOUT)
-        record = read_json(out) if out and ranks.first and out.exists() else {}
-        if ranks.first:
-            record |= {
-                name: value
-                for name, value in begun("expert_parallel", __doc__).items()
-                if name not in ("rows", "protocol")
-            }
-        for shape in shapes:
-            for name in options.dispatchers:
-                row = stamped(measure_torchs if name == "vdev_2d" else measure, name, shape, ranks, timer)
-                torch.cuda.empty_cache()
-                if ranks.first:
-                    print({field: value for field, value in row.items() if field != "of"}, flush=True)
-                    same = [row[field] for field in ("cfg", "gpus", "dispatcher")]
-                    rows = [r for r in record.get("ep", ()) if [r[f] for f in ("cfg", "gpus", "dispatcher")] != same]
-                    record["ep"] = [*rows, row]
-                    if out:
-                        write_json(out, record)
+def prepare(options: argparse.Namespace, ranks: Ranks) -> None:
+    if not dist.is_initialized():
+        join(ranks.device, TIMEOUT)
 
+
+def spread(dispatchers: tuple[str, ...], measure: Callable[[Spread, Machine], Row]) -> Item:
+    places = [(name, shape._replace(T=tokens)) for name, shape in LAYERS.items() for tokens in (8192, 65536)]
+    cases = [Spread(*place, dispatcher) for place in places for dispatcher in dispatchers]
+    short = [Spread("", SMALL, dispatcher) for dispatcher in dispatchers]
+    return Item(measure, cases, short, short, of_case, file="distributed", part="ep", rounds=30)
+
+
+BENCH = Bench(
+    "expert_parallel",
+    __doc__,
+    {"layers": spread(("symmetric", "all_to_all", "capacity"), measure), "torch": spread(("vdev_2d",), measure_torchs)},
+    options=add_options,
+    asked=lambda options, case: case.layer in ("", *options.layers),
+    prepare=prepare,
+    ranks=True,
+)
+main = partial(run, BENCH)
 
 if __name__ == "__main__":
     main()

@@ -1,8 +1,8 @@
 """The experts in fp8 against themselves in bf16: are the products right, and what do products, quantizing and whole layers take?
 
-    python -m scripts.bench.fp8                        # all four shapes -> results/h200/fp8.json
-    python -m scripts.bench.fp8 --configs 1 --parts check,products --time-budget 60
-    python -m scripts.bench.fp8 --smoke                # the layer alone, tiny, on a CPU
+    python -m scripts.bench.fp8                        # all four shapes -> results/h200/fp8.json on an H200
+    python -m scripts.bench.fp8 --parts checks,products --time-budget 60
+    python -m scripts.bench.fp8 --cpu                  # layers alone, tiny
 
 check: each product against its formula, bf16's, in float64, of the same quantized operands. What a tensor core of 14 bits may
 cost is computed for some rows and columns, sums being taken out of it every 128 elements of the reduction; and for comparison
@@ -34,14 +34,12 @@ from blazeproto.gemm.e4m3 import BLOCK, Quantized, from_e4m3, to_e4m3
 from blazeproto.gemm.recipe import FP8
 from blazeproto.lab.calls import CALLS, Case
 from blazeproto.lab.oracle import EXACT, evaluate
-from blazeproto.lab.times import Call, interleaved_ms
+from blazeproto.lab.times import Call
 from ptxsim.matrices import multiply_in_14_bits
 from scripts.bench import peers
-from scripts.bench.common import MIB, bench_parser, cfg_of, measure_in_turn
-from scripts.bench.timing import peak_bytes, relative_difference, saved_bytes, tensors_in
-from scripts.command import some_of
-
-Row = dict[str, Any]
+from scripts.bench.common import MIB, cfg_of
+from scripts.bench.running import Bench, Item, run
+from scripts.bench.timing import Machine, Row, relative_difference, saved_bytes, tensors_in
 
 SHAPES = (
     Sizes(32768, 2048, 768, 128, 8),
@@ -51,7 +49,6 @@ SHAPES = (
 )
 CHECKED = (Sizes(700, 144, 128, 5, 2), Sizes(600, 256, 8192, 2, 1), Sizes(3000, 1040, 2048, 16, 4))
 DEVICE = "cuda"
-PARTS = ("check", "products", "layers", "row")
 IN_A_ROW = 4
 SAMPLE = 48  # rows and columns whose sums are computed as a tensor core does
 STEP = 32  # elements of the reduction that a wgmma multiplies
@@ -218,9 +215,10 @@ def sums_off(o: Operands, got: Tensor, rows: Tensor, weights: Tensor) -> dict[st
     return {name: float(f"{((each.double() - exact).norm() / exact.norm()).item():.3e}") for name, each in made.items()}
 
 
-def check(shape: Sizes, positive: bool) -> Row:
+def check(case: tuple[Sizes, bool], machine: Machine) -> Row:
     """What each product's output is off float64 by, relative to its largest magnitude; of dS, and of samples of Y and dX, beside
     what a tensor core's sums cost, taken out every 128 elements or never."""
+    shape, positive = case
     o = Operands(shape, positive=positive)
     calls = o.calls()
     for of in o.q.values():
@@ -237,8 +235,6 @@ def check(shape: Sizes, positive: bool) -> Row:
     for name in ("up", "dH", "dX"):
         calls[name]()
     return Row(
-        cfg=cfg_of(shape),
-        positive=positive,
         quantized_alike=quantized_alike(o),
         **row,
         dS=off(made["d_scores"].view(1, -1), exact["d_scores"].view(1, -1)),
@@ -265,19 +261,19 @@ def in_bf16(o: Operands) -> dict[str, Call]:
     return calls
 
 
-def products(shape: Sizes, rounds: int) -> Row:
+def products(shape: Sizes, machine: Machine) -> Row:
     """Milliseconds, and TFLOP/s, of the products in bf16 and fp8, and of quantizing."""
     o, timed = Operands(shape, one_gradient=True), dict[str, Call]()
     ours = in_bf16(o)
     for name, call in o.calls().items():
         timed |= {f"{name} bf16": ours[name], f"{name} fp8": call} if name in ours else {name: call}
-    ms = interleaved_ms(timed, rounds, warmups=3, queued=True)  # warms up in the order of a layer
+    ms = machine.eager(timed, warmups=3, queued=True)  # warms up in the order of a layer
     rates = {
         f"{name} {precision}": round(CALLS[product].entry.operations(shape) / ms[f"{name} {precision}"] / 1e9)
         for name, product in PRODUCTS.items()
         for precision in ("bf16", "fp8")
     }
-    return Row(cfg=cfg_of(shape), ms={name: round(t, 4) for name, t in ms.items()}, tflops=rates)
+    return Row(ms={name: round(t, 4) for name, t in ms.items()}, tflops=rates)
 
 
 # ------------------------------------------------------------------------------------------------------------ layers
@@ -299,28 +295,23 @@ def program_of(*layers: peers.LayerInputs, **options: Any) -> peers.Program:
 
 
 def measured(
-    programs: Mapping[str, peers.Program], kept: Sequence[Tensor], timed: Mapping[str, Call], rounds: int
+    programs: Mapping[str, peers.Program], kept: Sequence[Tensor], timed: Mapping[str, Call], machine: Machine
 ) -> Row:
     """What programs save for backward, their peaks, and the time of a forward and a backward; that of others ``timed``.
 
-    kept: quantized weights, which are not saved.  rounds: 0 on a CPU, where only what is saved is measured.
+    kept: quantized weights, which are not saved.
     """
-    row = {
-        f"{name}_saved_MiB": round(saved_bytes(program.forward, (*program.weights, *kept)) / MIB, 1)
-        for name, program in programs.items()
-    }
-    if not rounds:
-        return row
     both = {name: program.forward_backward for name, program in programs.items()}
-    row |= {f"{name}_peak_MiB": round(peak_bytes(call) / MIB, 1) for name, call in both.items()}
-    calls = {f"{name}_fwdbwd": call for name, call in both.items()} | {**timed}
-    ms = interleaved_ms(calls, rounds, warmups=3, queued=True)
+    saved = {name: saved_bytes(program.forward, (*program.weights, *kept)) for name, program in programs.items()}
+    row = {f"{name}_saved_MiB": round(each / MIB, 1) for name, each in saved.items()}
+    row |= {f"{name}_peak_MiB": round(machine.peak_bytes(call) / MIB, 1) for name, call in both.items()}
+    ms = machine.eager({f"{name}_fwdbwd": call for name, call in both.items()} | {**timed}, warmups=3, queued=True)
     return row | {f"{name}_ms": round(t, 4) for name, t in ms.items()}
 
 
-def layer(shape: Sizes, rounds: int, device: str = DEVICE) -> Row:
-    """The row of the results."""
-    one = peers.make_inputs(shape, device=device)
+def layer(shape: Sizes, machine: Machine) -> Row:
+    """One layer's experts in both precisions."""
+    one = peers.make_inputs(shape, device=machine.device)
     weights = (one.gate_up_proj, one.down_proj)
     kept = quantize_weights(*weights)
     ways = WAYS | {"fp8_kept": {"precision": "fp8", "quantized": kept}}
@@ -331,54 +322,47 @@ def layer(shape: Sizes, rounds: int, device: str = DEVICE) -> Row:
     }
     differences = (round(relative_difference(a, b), 5) for a, b in zip(made["fp8"], made["bf16"], strict=True))
     row = Row(
-        cfg=cfg_of(shape),
         fp8_weights_MiB=round(kept.nbytes / MIB, 1),
         fp8_off_bf16=dict(zip(("out", "x", "up", "down", "scores"), differences, strict=True)),
         fp8_alike=[all(map(torch.equal, made["fp8"], made[name])) for name in ("fp8_each", "fp8_kept")],
     )
     del made
-    return row | measured(
-        programs,
-        (kept.up, kept.down),
-        {
-            "bf16_fwd": programs["bf16"].forward,
-            "fp8_fwd": programs["fp8_kept"].forward,
-            "fp8_fwd_with_weights": programs["fp8"].forward,
-            "quantize": partial(quantize_weights, *weights),
-        },
-        rounds,
-    )
-
-
-def in_a_row(shape: Sizes, rounds: int, device: str = DEVICE) -> Row:
-    """Layers one after the other, as in a model: what is saved, the peak, and the time of a forward and a backward of all."""
-    layers = [peers.make_inputs(shape, device=device) for _ in range(IN_A_ROW)]
-    programs = {name: program_of(*layers, **way) for name, way in WAYS.items()}
-    return Row(cfg=cfg_of(shape), layers=IN_A_ROW) | measured(programs, (), {}, rounds)
-
-
-# -------------------------------------------------------------------------------------------------------------- main
-
-
-def main(words: list[str] | None = None) -> None:
-    parser = bench_parser("fp8", __doc__, configs=SHAPES, time_budget=True)
-    parser.add_argument("--parts", type=some_of(PARTS), default=list(PARTS), help=f"some of {', '.join(PARTS)}")
-    parser.add_argument("--smoke", action="store_true", help="the layer alone, tiny, on a CPU")
-    options = parser.parse_args(words)
-    if options.smoke:
-        for measure in (layer, in_a_row):
-            print(measure(Sizes(200, 144, 128, 5, 2), 0, device="cpu"))
-        return
-    shapes, rounds = options.configs or SHAPES, options.rounds or 7
-    parts: dict[str, list[tuple[Any, ...]]] = {
-        "check": [("checks", check, shape, positive) for shape in CHECKED for positive in (False, True)],
-        "products": [("products", products, shape, rounds) for shape in shapes],
-        "layers": [("rows", layer, shape, rounds) for shape in shapes],
-        "row": [("in_a_row", in_a_row, shapes[0], rounds)],
+    timed: dict[str, Call] = {
+        "bf16_fwd": programs["bf16"].forward,
+        "fp8_fwd": programs["fp8_kept"].forward,
+        "fp8_fwd_with_weights": programs["fp8"].forward,
+        "quantize": partial(quantize_weights, *weights),
     }
-    jobs = [job for part in PARTS if part in options.parts for job in parts[part]]
-    measure_in_turn("fp8", __doc__, options, jobs, ("checks", "products", "in_a_row"))
+    return row | measured(programs, (kept.up, kept.down), timed, machine)
 
+
+def in_a_row(shape: Sizes, machine: Machine) -> Row:
+    """Layers one after the other, as in a model: what is saved, the peak, and the time of a forward and a backward of all."""
+    layers = [peers.make_inputs(shape, device=machine.device) for _ in range(IN_A_ROW)]
+    programs = {name: program_of(*layers, **way) for name, way in WAYS.items()}
+    return Row(layers=IN_A_ROW) | measured(programs, (), {}, machine)
+
+
+# -------------------------------------------------------------------------------------------------------------- parts
+
+
+def of_check(case: tuple[Sizes, bool]) -> Row:
+    return {"cfg": cfg_of(case[0]), "positive": case[1]}
+
+
+CHECKS = [(shape, positive) for shape in CHECKED for positive in (False, True)]
+SMALL = [Sizes(200, 144, 128, 5, 2)]
+BENCH = Bench(
+    "fp8",
+    __doc__,
+    {
+        "checks": Item(check, CHECKS, key=of_check, part="checks"),
+        "products": Item(products, SHAPES, part="products", rounds=7),
+        "layers": Item(layer, SHAPES, SMALL, rounds=7),
+        "in_a_row": Item(in_a_row, SHAPES[:1], SMALL, part="in_a_row", rounds=7),
+    },
+)
+main = partial(run, BENCH)
 
 if __name__ == "__main__":
     main()

@@ -1,7 +1,7 @@
 """What others publish of fp8 on Hopper, beside ours: torchao's experts in training, and DeepGEMM's grouped products.
 
     python -m scripts.bench.fp8_peers              # -> results/h200/fp8_peers.json on an H200
-    python -m scripts.bench.fp8_peers --smoke      # tiny, on a CPU, where neither runs
+    python -m scripts.bench.fp8_peers --cpu        # tiny, on a CPU, where neither runs
 
 Each expert has as many rows as any other, and a multiple of 128: torchao 0.18 wants multiples of 16, DeepGEMM of 128. One SwiGLU
 layer's experts, dispatch included, router excluded, all in turn (A B A B), medians. torchao: its grouped product with a scale for
@@ -12,7 +12,6 @@ beside it. DeepGEMM: forward's two products alone, of operands that are quantize
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -22,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blazeproto.gemm import Sizes
-from blazeproto.lab.times import interleaved_ms
 from scripts.bench import peers
-from scripts.bench.common import bench_parser, cfg_of, measure_in_turn
-from scripts.bench.fp8 import SHAPES, Row, program_of
-from scripts.bench.peers import torch_grouped
-from scripts.bench.timing import relative_difference
+from scripts.bench.fp8 import SHAPES
+from scripts.bench.peers import LayerInputs, Program
+from scripts.bench.peers.layers import ours, torch_grouped
+from scripts.bench.running import Bench, Item, run
+from scripts.bench.timing import Machine, Row, relative_difference
 
 
 def balanced(shape: Sizes, device: str) -> Tensor:
@@ -36,45 +35,35 @@ def balanced(shape: Sizes, device: str) -> Tensor:
     return ((order[:, None] * shape.K + torch.arange(shape.K, device=device)) % shape.E).int()
 
 
-def torchao(shape: Sizes, one: peers.LayerInputs) -> peers.Program:
+def torchao(shape: Sizes, one: LayerInputs) -> Program:
     """torch's layer, made while torchao's grouped product is in the place of torch's own."""
     module = importlib.import_module("torchao.prototype.moe_training.fp8_grouped_mm")
     product = partial(module._to_fp8_rowwise_then_scaled_grouped_mm, pad_token_groups_for_grouped_mm=False)
     with mock.patch.object(F, "grouped_mm", product):
-        return torch_grouped.build(shape, one)
+        return torch_grouped(shape, one)
 
 
-def layers(shape: Sizes, rounds: int, device: str = "cuda") -> Row:
+def layers(shape: Sizes, machine: Machine) -> Row:
     """Forward, and forward and backward, of all that run; how far outputs are from ours in bf16."""
-    one = replace(peers.make_inputs(shape, device=device), experts=balanced(shape, device))
-    ways: dict[str, Callable[[], peers.Program]] = {
-        "ours bf16": lambda: program_of(one),
-        "ours fp8": lambda: program_of(one, precision="fp8"),
-        "torch grouped_mm bf16": lambda: torch_grouped.build(shape, one),
-        "torchao fp8": lambda: torchao(shape, one),
+    one = replace(peers.make_inputs(shape, device=machine.device), experts=balanced(shape, machine.device))
+    builds: dict[str, peers.Build] = {
+        "ours bf16": ours,
+        "ours fp8": partial(ours, precision="fp8"),
+        "torch grouped_mm bf16": torch_grouped,
+        "torchao fp8": torchao,
     }
-
-    def tried(build: Callable[[], peers.Program]) -> peers.Program:
-        program = build()
-        program.forward_backward()
-        return program
-
-    row = Row(cfg=cfg_of(shape), absent={})
-    made = {name: peers.if_it_runs(name, partial(tried, build), row["absent"]) for name, build in ways.items()}
-    programs = {name: program for name, program in made.items() if program}
-    exact = programs["ours bf16"].forward().detach()
-    row["off"] = {
-        name: round(relative_difference(program.forward().detach(), exact), 5) for name, program in programs.items()
-    }
-    for part, what in (("fwdbwd_ms", "forward_backward"), ("fwd_ms", "forward")) if device != "cpu" else ():
-        calls = {name: getattr(program, what) for name, program in programs.items()}
-        row[part] = interleaved_ms(calls, rounds, warmups=3, queued=True)
+    programs, absent = peers.build_all(builds, shape, [one])
+    off = {name: round(found, 5) for name, found in peers.output_differences(programs, "ours bf16").items()}
+    row = Row(absent=absent, off=off)
+    for part, what in (("fwdbwd_ms", "forward_backward"), ("fwd_ms", "forward")):
+        calls = {name: getattr(program, what) for name, (program,) in programs.items()}
+        row[part] = machine.eager(calls, warmups=3, queued=True)
     return row
 
 
-def deep_gemm(shape: Sizes, rounds: int, device: str = "cuda") -> Row:
+def deep_gemm(shape: Sizes, machine: Machine) -> Row:
     """TFLOP/s of the up and the down projection, and how far they are from the products of what was quantized."""
-    row = Row(cfg=cfg_of(shape), absent={}, tflops={}, off={})
+    row, device = Row(absent={}, tflops={}, off={}), machine.device
     library = peers.if_it_runs("DeepGEMM", lambda: importlib.import_module("deep_gemm"), row["absent"])
     if library is None:
         return row
@@ -93,22 +82,21 @@ def deep_gemm(shape: Sizes, rounds: int, device: str = "cuda") -> Row:
         if row["absent"]:
             break
         row["off"][name] = round(relative_difference(out[:each], a[:each] @ weights[0].T), 5)
-        ms = interleaved_ms({name: call}, rounds, warmups=3, queued=True)[name]
+        ms = machine.eager({name: call}, warmups=3, queued=True)[name]
         row["tflops"][name] = round(2 * shape.rows * width * reduction / ms / 1e9)
     return row
 
 
-def main(words: list[str] | None = None) -> None:
-    parser = bench_parser("fp8_peers", __doc__, configs=SHAPES, time_budget=True)
-    parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU")
-    options = parser.parse_args(words)
-    if options.smoke:
-        print(layers(Sizes(128, 256, 128, 4, 2), 1, device="cpu"))
-        return
-    parts, rounds = (("rows", layers), ("products", deep_gemm)), options.rounds or 7
-    jobs = [(part, measure, shape, rounds) for shape in options.configs or SHAPES for part, measure in parts]
-    measure_in_turn("fp8_peers", __doc__, options, jobs, ("products",))
-
+SMALL = [Sizes(128, 256, 128, 4, 2)]
+BENCH = Bench(
+    "fp8_peers",
+    __doc__,
+    {
+        "layers": Item(layers, SHAPES, SMALL, rounds=7),
+        "products": Item(deep_gemm, SHAPES, SMALL, part="products", rounds=7),
+    },
+)
+main = partial(run, BENCH)
 
 if __name__ == "__main__":
     main()

@@ -20,7 +20,6 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from scripts.bench.common import REPOSITORY, RESULTS, begun, folder_of, gpu_name, in_turn, read_json, write_json
 from scripts.bench.headline_tables import HEADLINE, MODELS_OF, PEERS, RUNS, together
@@ -29,14 +28,10 @@ from scripts.bench.markdown import OURS
 from scripts.bench.models.apart import measure_apart
 from scripts.bench.models.layers import beside
 from scripts.bench.models.shapes import BY_NAME
-from scripts.bench.module import use_caches
-from scripts.bench.paper.items import Item
 from scripts.bench.paper.layers import Case
-from scripts.bench.paper.machine import Machine
-from scripts.bench.paper.running import measured
+from scripts.bench.running import measured, use_caches
+from scripts.bench.timing import Machine, Row
 from scripts.command import argument_parser, need_hopper, positive, some_of
-
-Row = dict[str, Any]
 
 ROUNDS = 5
 SECONDS = 540  # that a run may take: SonicMoE's first one compiles for minutes
@@ -48,15 +43,14 @@ def run_of(case: Case, machine: Machine) -> Row:
     """A run of a model: all programs in this process, in turn, or each in its own."""
     names = [OURS, *machine.peers]
     if case.label in APART:
-        return case.key | measure_apart(names, case.shape, machine, passes=1)
-    return case.key | beside(case.shape, names, machine)
+        return measure_apart(names, case.shape, machine, passes=1)
+    return beside(case.shape, names, machine)
 
 
 def child(label: str, out: Path) -> None:
     """One run, in this process."""
     case = Case(BY_NAME[label].sizes, label=label)
-    row = measured(Item(run_of, (case,), ()), case, Machine("cuda", ROUNDS, PEERS))
-    write_json(out, {"rows": [row]})
+    write_json(out, {"rows": measured(run_of, case.key, case, Machine("cuda", ROUNDS, PEERS))})
 
 
 def in_process(label: str, anew: bool) -> Row:

@@ -1,6 +1,6 @@
 """Our experts in other libraries' training: beside transformers' own ``grouped_mm``, in one process, in turn (A B A B).
 
-    python -m scripts.bench.integrations                   # all parts -> results/h200/integrations.json
+    python -m scripts.bench.integrations                   # all parts -> results/h200/integrations.json on an H200
     python -m scripts.bench.integrations --parts gpt_oss   # one; the others' rows stay
 
 qwen: a whole training step (forward, loss, backward, SGD) of one Qwen3-MoE model of four layers, whose implementation
@@ -20,28 +20,29 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from blazeproto.lab.times import elapsed_ms
-from scripts.bench.common import MIB, RESULTS, begun, bench_parser, in_turn, read_json, stamped, write_json
-from scripts.bench.module import times_of, verdict
-from scripts.bench.result_tables import integrations_table
-from scripts.bench.timing import Rotation, peak_bytes, relative_difference
-from scripts.command import need_hopper, refuse, some_of
-
-Row = dict[str, Any]
+from blazeproto.lab.times import Call, elapsed_ms
+from scripts.bench.common import MIB
+from scripts.bench.running import Bench, Item, run
+from scripts.bench.timing import Machine, Row, host_ms, relative_difference
+from scripts.command import refuse
+from scripts.lm.ranks import Ranks
 
 IMPLEMENTATIONS = ("grouped_mm", "blazeproto")
-ROUNDS, WARM_UPS = 8, 2
+WARM_UPS = 2
 
 SAME_OUTPUT = 0.02  # the norm of the difference over that of the output or gradient, in bf16
 
-QWEN = {
+Sizes = dict[str, int]
+QWEN: Sizes = {
+    "sequences": 8,
+    "tokens": 4096,
     "vocab_size": 32768,
     "hidden_size": 2048,
     "moe_intermediate_size": 768,
@@ -53,12 +54,16 @@ QWEN = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
 }
-QWEN_BATCH = (8, 4096)
 QWEN_LEAST_RATIO, QWEN_MOST_PEAK = 1.33, 0.85  # grouped_mm's time over ours; our peak over its
 
-GPT_OSS = {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 128, "num_experts_per_tok": 4}
-GPT_OSS_TOKENS = 16384
-GPT_OSS_LEAST_RATIO = 1.4
+GPT_OSS: Sizes = {
+    "tokens": 16384,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+}
+LEAST_RATIO = {"qwen": QWEN_LEAST_RATIO, "gpt_oss": 1.4}
 
 
 # ------------------------------------------------------------------------------------------------- an experts module
@@ -102,7 +107,7 @@ class Program:
 # ------------------------------------------------------------------------------------------------------ a whole model
 
 
-def qwen_model(sizes: dict[str, int], device: str) -> Any:
+def qwen_model(sizes: Sizes, device: str) -> Any:
     """Four layers of Qwen3-MoE in training mode, in bf16."""
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
@@ -112,8 +117,10 @@ def qwen_model(sizes: dict[str, int], device: str) -> Any:
     return model.train()
 
 
-def most_allocated(call: Callable[[], object]) -> int:
-    """The most bytes that were allocated at a time during a call, what was there before included."""
+def most_allocated(call: Call, machine: Machine) -> int:
+    """The most bytes that were allocated at a time during a call; on a GPU what was there before is included."""
+    if not machine.on_gpu:
+        return machine.peak_bytes(call)
     torch.cuda.reset_peak_memory_stats()
     call()
     torch.cuda.synchronize()
@@ -133,13 +140,11 @@ def programs_of(model: Any, ids: Tensor) -> list[Program]:
     return [Program(module, x, index, scores, torch.randn_like(x)) for module, (x, index, scores) in inputs.items()]
 
 
-def measure_qwen(
-    rounds: int = ROUNDS, sizes: dict[str, int] = QWEN, batch: tuple[int, int] = QWEN_BATCH, device: str = "cuda"
-) -> Row:
-    """The row of "qwen". RuntimeError where an experts module's outputs or gradients differ by more than `SAME_OUTPUT`."""
-    torch.manual_seed(0)
-    model = qwen_model(sizes, device)
-    ids = torch.randint(0, sizes["vocab_size"], batch, device=device)
+def measure_qwen(sizes: Sizes, machine: Machine) -> Row:
+    """RuntimeError where an experts module's outputs or gradients differ by more than `SAME_OUTPUT`."""
+    config = {name: value for name, value in sizes.items() if name not in ("sequences", "tokens")}
+    model = qwen_model(config, machine.device)
+    ids = torch.randint(0, sizes["vocab_size"], (sizes["sequences"], sizes["tokens"]), device=machine.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     losses: dict[str, list[Tensor]] = {name: [] for name in IMPLEMENTATIONS}
 
@@ -153,15 +158,15 @@ def measure_qwen(
     differences = [program.differences() for program in programs_of(model, ids)]
     samples: dict[str, list[float]] = {name: [] for name in IMPLEMENTATIONS}
     peaks = dict.fromkeys(IMPLEMENTATIONS, 0)
-    for turn in range(WARM_UPS + rounds):
+    for turn in range(WARM_UPS + machine.rounds):
         for name in IMPLEMENTATIONS:
             model.set_experts_implementation(name)
             if turn < WARM_UPS:
-                peaks[name] = max(peaks[name], most_allocated(step))
+                peaks[name] = max(peaks[name], most_allocated(step, machine))
             else:
-                samples[name].append(elapsed_ms(step, 1))
+                samples[name].append(elapsed_ms(step, 1) if machine.on_gpu else host_ms(step, 1, calls=1))
     return {
-        "cfg": {**sizes, "sequences": batch[0], "tokens": batch[1]},
+        "cfg": {**config, "sequences": sizes["sequences"], "tokens": sizes["tokens"]},
         "ms": {name: round(statistics.median(times), 3) for name, times in samples.items()},
         "samples_ms": {name: [round(time, 3) for time in times] for name, times in samples.items()},
         "peak_MiB": {name: round(peak / MIB, 1) for name, peak in peaks.items()},
@@ -170,28 +175,19 @@ def measure_qwen(
     }
 
 
-def claims_of_qwen(row: Row) -> dict[str, bool]:
-    faster, peak = ratio(row["ms"]), 1 / ratio(row["peak_MiB"])
-    return {
-        f"qwen: {faster:.3f} x as fast as grouped_mm, at least {QWEN_LEAST_RATIO}": faster >= QWEN_LEAST_RATIO,
-        f"qwen: peak {peak:.3f} of grouped_mm's, at most {QWEN_MOST_PEAK}": peak <= QWEN_MOST_PEAK,
-    }
-
-
 # --------------------------------------------------------------------------------------------------- gpt-oss's experts
 
 
-def gpt_oss(sizes: dict[str, int], tokens: int, device: str) -> Program:
+def gpt_oss(sizes: Sizes, device: str) -> Program:
     """gpt-oss's experts module in bf16, with random weights, tokens and routing."""
     from transformers import GptOssConfig
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-    torch.manual_seed(0)
-    config = GptOssConfig(**sizes)
+    config = GptOssConfig(**{name: value for name, value in sizes.items() if name != "tokens"})
     with torch.device(device):
         experts = GptOssExperts(config).bfloat16()
-        x, d_out = (torch.randn(tokens, config.hidden_size, dtype=torch.bfloat16) for _ in range(2))
-        ids = torch.rand(tokens, config.num_local_experts).topk(config.num_experts_per_tok).indices
+        x, d_out = (torch.randn(sizes["tokens"], config.hidden_size, dtype=torch.bfloat16) for _ in range(2))
+        ids = torch.rand(len(x), config.num_local_experts).topk(config.num_experts_per_tok).indices
         scores = torch.rand(ids.shape).softmax(dim=1).bfloat16()
     with torch.no_grad():
         for parameter in experts.parameters():
@@ -199,53 +195,27 @@ def gpt_oss(sizes: dict[str, int], tokens: int, device: str) -> Program:
     return Program(experts, x, ids, scores, d_out)
 
 
-def measure_gpt_oss(
-    rounds: int = ROUNDS, sizes: dict[str, int] = GPT_OSS, tokens: int = GPT_OSS_TOKENS, device: str = "cuda"
-) -> Row:
-    """The row of "gpt_oss". RuntimeError where outputs or gradients differ by more than `SAME_OUTPUT`."""
-    program = gpt_oss(sizes, tokens, device)
+def measure_gpt_oss(sizes: Sizes, machine: Machine) -> Row:
+    """RuntimeError where outputs or gradients differ by more than `SAME_OUTPUT`."""
+    program = gpt_oss(sizes, machine.device)
     differences = program.differences()
-    calls = {name: program.call(name) for name in IMPLEMENTATIONS}
+    calls: dict[str, Call] = {name: program.call(name) for name in IMPLEMENTATIONS}
     peaks = {}
     for name, call in calls.items():
         program.clear()
-        peaks[name] = peak_bytes(call)
+        peaks[name] = round(machine.peak_bytes(call) / MIB, 1)
     program.clear()
-    times = times_of({name: Rotation([call]) for name, call in calls.items()}, rounds)
+    found = machine.kernel_figures(calls, "step")
     return {
-        "cfg": {**sizes, "tokens": tokens},
-        "ms": {name: round(time.busy, 4) for name, time in times.items()},
-        "sum_ms": {name: round(time.total, 4) for name, time in times.items()},
-        "peak_MiB": {name: round(peak / MIB, 1) for name, peak in peaks.items()},
+        "cfg": {**sizes, "tokens": sizes["tokens"]},
+        "ms": {name: each["step_ms"] for name, each in found.items()},
+        "sum_ms": {name: each.get("step_sum_ms") for name, each in found.items()},
+        "peak_MiB": peaks,
         "difference": differences,
     }
 
 
-def claims_of_gpt_oss(row: Row) -> dict[str, bool]:
-    faster = ratio(row["ms"])
-    return {
-        f"gpt_oss: {faster:.3f} x as fast as grouped_mm, at least {GPT_OSS_LEAST_RATIO}": faster >= GPT_OSS_LEAST_RATIO
-    }
-
-
 # --------------------------------------------------------------------------------------------------------- the parts
-
-
-@dataclass(frozen=True)
-class Part:
-    """What measures a row, given how many rounds; and what is asked of the row, in words, and whether it holds.
-
-    A row has "cfg", and by program "ms" and "peak_MiB".
-    """
-
-    measure: Callable[[int], Row]
-    claims: Callable[[Row], dict[str, bool]]
-
-
-PARTS = {
-    "qwen": Part(measure_qwen, claims_of_qwen),
-    "gpt_oss": Part(measure_gpt_oss, claims_of_gpt_oss),
-}
 
 
 def ratio(values: dict[str, float]) -> float:
@@ -253,34 +223,45 @@ def ratio(values: dict[str, float]) -> float:
     return values["grouped_mm"] / values["blazeproto"]
 
 
-def arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = bench_parser("integrations", __doc__)
-    parser.add_argument("--parts", type=some_of(PARTS), default=[*PARTS], help=f"of {', '.join(PARTS)}")
-    parser.set_defaults(rounds=ROUNDS, out=RESULTS / "integrations.json")
-    return parser.parse_args(words)
+def bounds(record: Row) -> Iterator[tuple[str, bool]]:
+    for part, row in record["parts"].items():
+        faster, peak, least = ratio(row["ms"]), 1 / ratio(row["peak_MiB"]), LEAST_RATIO[part]
+        yield f"{part}: {faster:.3f} x as fast as grouped_mm, at least {least}", faster >= least
+        if part == "qwen":
+            yield f"qwen: peak {peak:.3f} of grouped_mm's, at most {QWEN_MOST_PEAK}", peak <= QWEN_MOST_PEAK
 
 
-def main() -> None:
-    options = arguments()
-    need_hopper()
+def prepare(options: argparse.Namespace, ranks: Ranks) -> None:
     if importlib.util.find_spec("transformers") is None:
         refuse("transformers is not installed: pip install -e '.[transformers]'; nothing was run")
     from blazeproto.integrations.transformers import register
 
     register()
-    record = begun("integrations", __doc__, 3) | {"parts": {}}
-    del record["rows"]
-    if options.out.exists():
-        record["parts"] = read_json(options.out)["parts"]
-    for part in in_turn(options.parts):
-        record["parts"][part] = stamped(PARTS[part].measure, options.rounds)
-        write_json(options.out, record)
-    rows = {part: record["parts"][part] for part in options.parts}
-    print(integrations_table(record | {"parts": rows}))
-    for part, row in rows.items():
-        for what, holds in PARTS[part].claims(row).items():
-            print(verdict(what, holds))
 
+
+SMALL_QWEN = QWEN | {"sequences": 2, "tokens": 16, "vocab_size": 64, "hidden_size": 32, "moe_intermediate_size": 16}
+SMALL_QWEN |= {"intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL_QWEN |= {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
+SMALL_GPT_OSS = {
+    "tokens": 40,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+PART = partial(Item, key=lambda case: {}, single=True, rounds=8)
+BENCH = Bench(
+    "integrations",
+    __doc__,
+    {
+        "qwen": PART(measure_qwen, [QWEN], [SMALL_QWEN], part="parts/qwen"),
+        "gpt_oss": PART(measure_gpt_oss, [GPT_OSS], [SMALL_GPT_OSS], part="parts/gpt_oss"),
+    },
+    paragraphs=3,
+    bounds=bounds,
+    prepare=prepare,
+)
+main = partial(run, BENCH)
 
 if __name__ == "__main__":
     main()

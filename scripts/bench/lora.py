@@ -1,7 +1,7 @@
 """LoRA on experts: `moe_mlp` with factors and frozen weights against full fine-tuning, and peft on transformers' grouped_mm.
 
-    python -m scripts.bench.lora             # -> results/h200/lora.json
-    python -m scripts.bench.lora --quick     # a quarter of the tokens, three rounds -> lora-quick.json
+    python -m scripts.bench.lora             # -> results/h200/lora.json on an H200
+    python -m scripts.bench.lora --quick     # a quarter of the tokens, fewer rounds -> lora-quick.json
 
 The experts alone, router excluded, all in bf16; low-rank factors on gate_up and down. x and scores require gradients everywhere,
 and besides them the factors, or in full fine-tuning the weights. peft's wrappers put W + BA in the weights' place; "wrapped" is
@@ -12,23 +12,25 @@ the GPU being held until the host has queued a call.
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from blazeproto.autograd import LowRank, moe_mlp
+from blazeproto.autograd import LowRank
 from blazeproto.gemm import Sizes
 from scripts.bench import peers
-from scripts.bench.common import MIB, RESULTS, begun, bench_parser, cfg_of, in_turn, settled, stamped, write_json
-from scripts.bench.module import ROUNDS, agreement, part_times, verdict
-from scripts.bench.result_tables import lora_table
-from scripts.bench.timing import peak_bytes
-from scripts.command import need_hopper, positive
-
-Row = dict[str, Any]
+from scripts.bench.common import MIB
+from scripts.bench.layer import SMALL
+from scripts.bench.peers import LayerInputs, Program
+from scripts.bench.peers import layers as experts
+from scripts.bench.peers.modules import agreement
+from scripts.bench.running import Bench, Item, of_shape, run
+from scripts.bench.timing import Machine, Row, part_times
 
 SHAPE, QUICK_SHAPE = Sizes(32768, 2048, 768, 128, 8), Sizes(8192, 2048, 768, 128, 8)
 RANK = 16
@@ -47,33 +49,21 @@ def factors_of(weight: Tensor, rank: int) -> LowRank:
     return LowRank(*(factor.to(weight.dtype).requires_grad_() for factor in (a, b)))
 
 
-def full(shape: Sizes, inputs: peers.LayerInputs, backend: str) -> peers.Program:
-    """Full fine-tuning."""
-    weights = (inputs.gate_up_proj, inputs.down_proj)
-
-    def forward() -> Tensor:
-        return moe_mlp(inputs.x, *weights, inputs.scores, inputs.experts, num_experts=shape.E, backend=backend)
-
-    return peers.Program(forward, (inputs.x, inputs.scores, *weights), inputs.grad_output, weights)
-
-
-def ours(shape: Sizes, inputs: peers.LayerInputs, up: LowRank, down: LowRank, backend: str) -> peers.Program:
+def ours(shape: Sizes, inputs: LayerInputs, up: LowRank, down: LowRank) -> Program:
     """The weights frozen, the factors trained."""
-    weights = (inputs.gate_up_proj.detach(), inputs.down_proj.detach())
-    options: dict[str, Any] = {"num_experts": shape.E, "backend": backend, "up_factors": up, "down_factors": down}
-
-    def forward() -> Tensor:
-        return moe_mlp(inputs.x, *weights, inputs.scores, inputs.experts, **options)
-
-    leaves = (inputs.x, inputs.scores, *up, *down)
-    return peers.Program(forward, leaves, inputs.grad_output, weights, layouts=(Tensor.detach,) * 4)
+    frozen = replace(inputs, gate_up_proj=inputs.gate_up_proj.detach(), down_proj=inputs.down_proj.detach())
+    made = experts.ours(shape, frozen, up_factors=up, down_factors=down)
+    return replace(made, leaves=(inputs.x, inputs.scores, *up, *down), layouts=(Tensor.detach,) * 4)
 
 
-def by_peft(shape: Sizes, inputs: peers.LayerInputs, up: LowRank, down: LowRank, implementation: str) -> peers.Program:
+def by_peft(implementation: str, shape: Sizes, inputs: LayerInputs, up: LowRank, down: LowRank) -> Program:
     """peft's wrappers around transformers' experts, with these factors."""
     from peft import LoraConfig, inject_adapter_in_model
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+    from blazeproto.integrations.peft import register
+
+    register()
     sizes = {"num_experts": shape.E, "hidden_size": shape.d, "moe_intermediate_size": shape.n, "hidden_act": "silu"}
     with torch.device("meta"):
         experts = Qwen3MoeExperts(SimpleNamespace(**sizes, _experts_implementation=implementation))
@@ -107,86 +97,52 @@ def by_peft(shape: Sizes, inputs: peers.LayerInputs, up: LowRank, down: LowRank,
         )
     )
     weights = (experts.gate_up_proj, experts.down_proj)
-    return peers.Program(forward, (inputs.x, scores, *leaves), inputs.grad_output, weights, layouts=layouts)
+    return Program(forward, (inputs.x, scores, *leaves), inputs.grad_output, weights, layouts=layouts)
 
 
-def build_programs(
-    shape: Sizes, rank: int, device: str = "cuda", backend: str = "hopper"
-) -> tuple[dict[str, peers.Program], dict[str, str]]:
+def build_programs(shape: Sizes, device: str, rank: int = RANK) -> tuple[dict[str, list[Program]], dict[str, str]]:
     """Programs by name ("lora", "full", "peft", "wrapped"), each run once; and why some are absent."""
     torch.manual_seed(0)
     inputs = peers.make_inputs(shape, device=device)
-    up, down = (factors_of(weight, rank) for weight in (inputs.gate_up_proj, inputs.down_proj))
-    programs = {"lora": ours(shape, inputs, up, down, backend), "full": full(shape, inputs, backend)}
-    absent: dict[str, str] = {}
-    try:
-        from blazeproto.integrations.peft import register
+    factors = [factors_of(weight, rank) for weight in (inputs.gate_up_proj, inputs.down_proj)]
 
-        register()
-        programs["peft"] = by_peft(shape, inputs, up, down, "grouped_mm")
-        programs["wrapped"] = by_peft(shape, inputs, up, down, "blazeproto")
-    except ImportError as error:
-        absent = dict.fromkeys(("peft", "wrapped"), str(error))
-        print(f"  peft is absent: {error}", flush=True)
-    for program in programs.values():
-        program.forward_backward()
-    return programs, absent
+    def with_factors(build: Any, shape: Sizes, inputs: LayerInputs) -> Program:
+        made: Program = build(shape, inputs, *factors)
+        return made
+
+    builds: dict[str, peers.Build] = {"lora": partial(with_factors, ours), "full": experts.ours}
+    for name, implementation in (("peft", "grouped_mm"), ("wrapped", "blazeproto")):
+        builds[name] = partial(with_factors, partial(by_peft, implementation))
+    return peers.build_all(builds, shape, [inputs])
 
 
-# ------------------------------------------------------------------------------------------------------- measurement
-
-
-def measure(shape: Sizes, rank: int, rounds: int) -> Row:
-    """One row of the results."""
-    programs, absent = build_programs(shape, rank)
-    row: Row = {"cfg": cfg_of(shape), "rank": rank}
-    row["difference"] = {
-        name: agreement(programs["lora"], programs[name]) for name in ("peft", "wrapped") if name in programs
-    }
-    for name, program in programs.items():
-        row[f"{name}_peak_fwdbwd_MiB"] = round(peak_bytes(program.forward_backward) / MIB, 1)
-    row |= part_times({name: [program] for name, program in programs.items()}, rounds)
+def measure(shape: Sizes, machine: Machine) -> Row:
+    programs, absent = build_programs(shape, machine.device)
+    peft = [name for name in ("peft", "wrapped") if name in programs]
+    row: Row = {"difference": {name: agreement(programs["lora"][0], programs[name][0]) for name in peft}}
+    for name, (program,) in programs.items():
+        row[f"{name}_peak_fwdbwd_MiB"] = round(machine.peak_bytes(program.forward_backward) / MIB, 1)
+    row |= part_times(programs, machine)
     return row | ({"absent": absent} if absent else {})
 
 
-# -------------------------------------------------------------------------------------------------- bounds and table
+def bounds(record: Row) -> Iterator[tuple[str, bool]]:
+    for row in record["rows"]:
+        of_full = row["lora_fwdbwd_ms"] / row["full_fwdbwd_ms"]
+        yield f"of full fine-tuning: {of_full:.3f}, at most {MOST_OF_FULL}", of_full <= MOST_OF_FULL
+        if "peft_fwdbwd_ms" in row:
+            over = row["peft_fwdbwd_ms"] / row["lora_fwdbwd_ms"]
+            yield f"over peft on grouped_mm: {over:.2f} x, at least {LEAST_OVER_PEFT}", over >= LEAST_OVER_PEFT
 
 
-def print_table(record: Row) -> None:
-    """That of the documentation, and what holds of the bounds."""
-    print(lora_table(record))
-    (row,) = record["rows"]
-    ours, theirs = row["lora_fwdbwd_ms"], row.get("peft_fwdbwd_ms")
-    of_full = ours / row["full_fwdbwd_ms"]
-    print(verdict(f"of full fine-tuning: {of_full:.3f}, at most {MOST_OF_FULL}", of_full <= MOST_OF_FULL))
-    if theirs is None:
-        print("absent peft on grouped_mm, so nothing is said of it")
-    else:
-        what = f"over peft on grouped_mm: {theirs / ours:.2f} x, at least {LEAST_OVER_PEFT}"
-        print(verdict(what, theirs / ours >= LEAST_OVER_PEFT))
+def with_rank(shape: Sizes) -> Row:
+    return of_shape(shape) | {"rank": RANK}
 
 
-# -------------------------------------------------------------------------------------------------------------- main
-
-
-def arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = bench_parser("lora", __doc__, quick="a quarter of the tokens, three rounds -> lora-quick.json")
-    parser.add_argument("--rank", type=positive, default=RANK, help=f"default {RANK}; another one -> lora-part.json")
-    options = settled(parser.parse_args(words), "lora", rounds=ROUNDS, quick_rounds=3)
-    options.out = options.out or RESULTS / f"lora{'' if options.rank == RANK else '-part'}.json"
-    return options
-
-
-def main() -> None:
-    options = arguments()
-    need_hopper()
-    record = begun("lora", __doc__)
-    for shape in in_turn([QUICK_SHAPE if options.quick else SHAPE]):
-        record["rows"].append(stamped(measure, shape, options.rank, options.rounds))
-    write_json(options.out, record)
-    print_table(record)
-    print("wrote", options.out)
-
+BENCH = Bench(
+    "lora", __doc__, {"rows": Item(measure, [SHAPE], [SMALL], [QUICK_SHAPE], with_rank, rounds=5)}, bounds=bounds
+)
+main = partial(run, BENCH)
 
 if __name__ == "__main__":
     main()

@@ -1,9 +1,9 @@
 """Each product of the layer alone: against torch's grouped_mm, gathered against contiguous, and in its layer form
 against its floor.
 
-    python -m scripts.bench.products                     # results/h200/products.json
-    python -m scripts.bench.products --configs 1,9 --products up_forward,combine
-    python -m scripts.bench.products --tune              # every tile configuration of every product -> results/h200/tune.json
+    python -m scripts.bench.products                     # -> results/h200/products.json on an H200
+    python -m scripts.bench.products --products up_forward,combine
+    python -m scripts.bench.products --tune              # every tile configuration of every product -> tune.json
 
 Columns: torch: grouped_mm on rows already gathered. plain: ours on the same rows with nothing after the product but a
 store. gathered: the same, rows fetched by index. layer: as the layer runs it (gather, activation and dS included).
@@ -12,6 +12,7 @@ GPU time by graph replay, all columns of a product in turn (A B A B), medians. U
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, cast
@@ -23,24 +24,11 @@ from blazeproto import cost, gemm
 from blazeproto.dispatch import build_dispatch
 from blazeproto.gemm import Sizes
 from blazeproto.gemm.arguments import Array
-from scripts.bench.common import (
-    SHAPES,
-    bench_parser,
-    cfg_of,
-    finished,
-    geometric_mean,
-    in_turn,
-    part_file,
-    provenance,
-    route,
-    settled,
-    stamped,
-    write_json,
-)  # fmt: skip
-from scripts.bench.result_tables import products_table
-from scripts.bench.timing import gpu_ms
+from scripts.bench.common import SHAPES, cfg_of, route
+from scripts.bench.running import Bench, Item, run
+from scripts.bench.timing import Machine, Row
 from scripts.bench.tuning import describe
-from scripts.command import need_hopper, some_of
+from scripts.command import some_of
 
 Call = Callable[[], object]
 DEFAULT_SHAPES = tuple(SHAPES[number - 1] for number in (1, 5, 7, 9, 14, 21))
@@ -91,9 +79,8 @@ DEFAULT_PRODUCTS = tuple(name for name, product in gemm.PRODUCTS.items() if prod
 class Arrays:
     """Inputs and outputs of all products for one shape, and the routing that joins them. Inputs of one shape are one tensor."""
 
-    def __init__(self, shape: Sizes) -> None:
-        need_hopper()
-        self.shape, self.device = shape, torch.device("cuda")
+    def __init__(self, shape: Sizes, device: str) -> None:
+        self.shape, self.device = shape, torch.device(device)
         self.generator = torch.Generator(self.device).manual_seed(0)
         self.dispatch = build_dispatch(route(shape, "uniform", self.device, self.generator), shape.E)
         self.ends = self.dispatch.expert_token_offsets[1:].clone()  # torch's offsets leave out the leading zero
@@ -156,29 +143,38 @@ def versions(name: str, a: Arrays, config: gemm.TileConfig | None) -> dict[str, 
     return calls
 
 
-def measure(name: str, arrays: Arrays, rounds: int) -> dict[str, Any]:
-    """One row: every version of a product on one shape, ms of GPU time."""
-    shape = arrays.shape
-    gpu = gpu_ms(versions(name, arrays, None), ("plain", "torch", "gathered"), rounds)
+MADE: dict[tuple[Sizes, str], Arrays] = {}
+
+
+def arrays_of(shape: Sizes, device: str) -> Arrays:
+    """The last shape's are kept for its other products; they go before others are made."""
+    if (shape, device) not in MADE:
+        MADE.clear()
+        MADE[shape, device] = Arrays(shape, device)
+    return MADE[shape, device]
+
+
+def measure(case: tuple[Sizes, str], machine: Machine) -> Row:
+    """Every version of a product on one shape, ms of GPU time."""
+    shape, name = case
+    gpu = machine.times(versions(name, arrays_of(shape, machine.device), None), ("plain", "torch", "gathered"))
     floor = cost.product_floor_ms(name, shape)
-    row: dict[str, Any] = {"product": name, "cfg": cfg_of(shape), "floor_ms": round(floor, 4)}
-    row |= {f"{version}_ms": round(ms, 4) for version, ms in gpu.ms.items()}
-    row["gpu_method"] = gpu.method["layer"]
-    row["layer_to_floor"] = round(gpu.ms["layer"] / floor, 3)
+    row: Row = {"floor_ms": round(floor, 4)} | {f"{version}_ms": round(ms, 4) for version, ms in gpu.ms.items()}
+    row |= {"gpu_method": gpu.method["layer"], "layer_to_floor": round(gpu.ms["layer"] / floor, 3)}
     if "plain" in gpu.ms:
         row["plain_to_torch_speed"] = round(gpu.ms["torch"] / gpu.ms["plain"], 3)
     if "gathered" in gpu.ms:
         row["gathered_to_plain_speed"] = round(gpu.ms["plain"] / gpu.ms["gathered"], 3)
-    if gpu.refused:
-        row["not_captured"] = gpu.refused
-    return row
+    return row | ({"not_captured": gpu.refused} if gpu.refused else {})
 
 
-def tune(name: str, arrays: Arrays, rounds: int) -> dict[str, Any]:
+def tune(case: tuple[Sizes, str], machine: Machine) -> Row:
     """The layer's version of a product with every tile configuration, ms by configuration."""
-    configs = {describe(config): config for config in gemm.candidates(name)}
+    shape, name = case
+    arrays = arrays_of(shape, machine.device)
     calls, failed = {}, {}
-    for label, config in configs.items():
+    for config in gemm.candidates(name):
+        label = describe(config)
         try:
             calls[label] = versions(name, arrays, config)["layer"]
             calls[label]()
@@ -186,58 +182,40 @@ def tune(name: str, arrays: Arrays, rounds: int) -> dict[str, Any]:
         except Exception as error:  # noqa: BLE001  a configuration that doesn't fit is no reason to lose the others
             calls.pop(label, None)
             failed[label] = f"{type(error).__name__}: {str(error)[:120]}"
-    ms = gpu_ms(calls, list(calls), rounds).ms
-    floor = cost.product_floor_ms(name, arrays.shape)
-    row: dict[str, Any] = {"product": name, "cfg": cfg_of(arrays.shape), "floor_ms": round(floor, 4)}
+    ms = machine.times(calls, tuple(calls)).ms
+    row: Row = {"floor_ms": round(cost.product_floor_ms(name, shape), 4)}
     row["ms"] = {label: round(value, 4) for label, value in sorted(ms.items(), key=lambda item: item[1])}
-    if failed:
-        row["failed"] = failed
-    return row
+    return row | ({"failed": failed} if failed else {})
 
 
-def print_products(record: dict[str, Any]) -> None:
-    print(products_table(record))
-    for field in ("plain_to_torch_speed", "gathered_to_plain_speed", "layer_to_floor"):
-        if values := [row[field] for row in record["rows"] if field in row]:
-            mean, least, most = geometric_mean(values), min(values), max(values)
-            print(f"{field}: geometric mean {mean:.3f}, least {least:.3f}, most {most:.3f}")
-
-
-def print_tuning(record: dict[str, Any]) -> None:
-    for row in record["rows"]:
-        shape = Sizes(**row["cfg"])
-        times = ", ".join(f"{label} {ms:.4f}" for label, ms in row["ms"].items())
-        print(f"{row['product']:21s} {shape!s:30s} floor {row['floor_ms']:.4f} | {times} {row.get('failed', '')}")
-
-
-def main() -> None:
-    quick = "two shapes, 7 rounds; the results file is left alone"
-    parser = bench_parser("products", __doc__, quick=quick, configs=SHAPES, time_budget=True)
+def add_options(parser: argparse.ArgumentParser) -> None:
     names = "of " + ", ".join(gemm.PRODUCTS)
     parser.add_argument("--products", type=some_of(gemm.PRODUCTS), default=[*DEFAULT_PRODUCTS], help=names)
-    parser.add_argument("--tune", action="store_true", help="time all tile configurations instead")
-    options = parser.parse_args()
-    name, row_of, tell = ("tune", tune, print_tuning) if options.tune else ("products", measure, print_products)
-    options = settled(options, name, rounds=20)
-    usual = TUNED_SHAPES if options.tune else DEFAULT_SHAPES
-    shapes = [SHAPES[0], SHAPES[8]] if options.quick else options.configs or list(usual)
-    chosen, every = (
-        [(shape, product) for shape in some for product in names if gemm.PRODUCTS[product].tiles or not options.tune]
-        for some, names in ((shapes, options.products), (usual, DEFAULT_PRODUCTS))
-    )
-    record, arrays = provenance() | {"rows": []}, None
-    out = options.out or part_file(name)
-    for shape, product in in_turn(chosen, options.time_budget):
-        if arrays is None or arrays.shape != shape:
-            arrays = None  # before others are made
-            arrays = Arrays(shape)
-        record["rows"].append(stamped(row_of, product, arrays, options.rounds))
-        write_json(out, record)
-    if options.out is None and record["rows"]:
-        out = finished(name, whole=chosen == every and len(record["rows"]) == len(every))
-    tell(record)
-    print(f"wrote {out}" if record["rows"] else "wrote nothing")
+    what = "time all tile configurations instead"
+    parser.add_argument("--tune", dest="parts", action="store_const", const=["tune"], help=what)
 
+
+def of_product(case: tuple[Sizes, str]) -> Row:
+    return {"product": case[1], "cfg": cfg_of(case[0])}
+
+
+ALL, TUNED = (
+    [(shape, name) for shape in shapes for name in gemm.PRODUCTS] for shapes in (DEFAULT_SHAPES, TUNED_SHAPES)
+)
+WITH_TILES = [(shape, name) for shape, name in TUNED if gemm.PRODUCTS[name].tiles]
+QUICK = [case for case in ALL if case[0] in (SHAPES[0], SHAPES[8])]
+BENCH = Bench(
+    "products",
+    __doc__,
+    {
+        "products": Item(measure, ALL, (), QUICK, of_product),
+        "tune": Item(tune, WITH_TILES, (), (), of_product, file="tune"),
+    },
+    default=("products",),
+    options=add_options,
+    asked=lambda options, case: case[1] in options.products,
+)
+main = partial(run, BENCH)
 
 if __name__ == "__main__":
     main()

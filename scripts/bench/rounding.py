@@ -1,8 +1,8 @@
 """What token rounding gains over plain top-k on the Hopper backend, in the configurations of SonicMoE's Figure 7.
 
-    python -m scripts.bench.rounding                       # all configurations -> results/h200/rounding.json
+    python -m scripts.bench.rounding                       # all configurations -> results/h200/rounding.json on an H200
     python -m scripts.bench.rounding --quick               # the smallest and the largest E of each subfigure
-    python -m scripts.bench.rounding --subfigures top-right
+    python -m scripts.bench.rounding --configs 5-8         # top-right
 
 SonicMoE (§6.3.2, configurations in appendix F) keeps T, d, n and K, hence the operations, and raises E. The paper gives
 the ends of each range; in between stand powers of two:
@@ -24,34 +24,23 @@ top-k, a little more or less after rounding. GPU time by CUDA-graph replay, in t
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from blazeproto import MoE, cost
-from blazeproto.autograd import moe_mlp
 from blazeproto.dispatch import build_dispatch, build_dispatch_varying
 from blazeproto.gemm import Sizes
 from blazeproto.router import Routing
 from scripts.bench import peers
-from scripts.bench.common import (
-    begun,
-    bench_parser,
-    cfg_of,
-    finished,
-    geometric_mean,
-    in_turn,
-    part_file,
-    settled,
-    stamped,
-    write_json,
-)
-from scripts.bench.peers.modules import AUX_LOSS, router_weight
-from scripts.bench.routing_tables import rounding_layers_table, rounding_table
-from scripts.bench.timing import gpu_ms
-from scripts.command import need_hopper, some_of
+from scripts.bench.common import cfg_of
+from scripts.bench.peers import LayerInputs, Program
+from scripts.bench.peers.layers import ours
+from scripts.bench.peers.modules import AUX_LOSS, moe
+from scripts.bench.running import Bench, Item, run
+from scripts.bench.timing import Machine, Row, step_times
 
 TILE = 128  # M_tile of the paper's measurement, and the rows of the products' tiles
 ROUTERS = {
@@ -78,23 +67,20 @@ SUBFIGURES: dict[str, tuple[Sizes, ...]] = {
 # ------------------------------------------------------------------------------------------------ layers and routings
 
 
-def whole_layers(shape: Sizes, inputs: peers.LayerInputs, tile: int = TILE) -> dict[str, MoE]:
+def whole_layers(shape: Sizes, inputs: LayerInputs, tile: int = TILE) -> dict[str, MoE]:
     """A layer for each of ROUTERS, all with the same weights."""
-    layers = {}
-    for name, router in ROUTERS.items():
-        options: dict[str, Any] = {"aux_loss": AUX_LOSS, "device": inputs.x.device, "dtype": torch.bfloat16}
-        options |= {"backend": "hopper" if inputs.x.is_cuda else "auto"} | ({"tile": tile} if name != "top_k" else {})
-        layers[name] = MoE(shape.d, shape.n, shape.E, shape.K, router=router, **options)
-        layers[name].gate_up_proj = nn.Parameter(inputs.gate_up_proj.detach())
-        layers[name].down_proj = nn.Parameter(inputs.down_proj.detach())
-        layers[name].router.weight = nn.Parameter(router_weight(shape, inputs))
-    return layers
+    tiles: dict[str, Any] = {name: {} if name == "top_k" else {"tile": tile} for name in ROUTERS}
+    return {name: moe(shape, inputs, router, aux_loss=AUX_LOSS, **tiles[name]) for name, router in ROUTERS.items()}
+
+
+def tile_on(machine: Machine) -> int:
+    return TILE if machine.on_gpu else 16
 
 
 @torch.no_grad()
 def routings(layers: dict[str, MoE], x: torch.Tensor) -> dict[str, Routing]:
-    """Plain top-k of x, and the same rounded to tiles (SonicMoE Algorithm 4, NR-f)."""
-    return {name: layers[name].router(x) for name in ("top_k", "rounded")}
+    """Each layer's of x: plain top-k, and rounded to tiles (SonicMoE Algorithm 4, NR-f)."""
+    return {name: layer.router(x) for name, layer in layers.items()}
 
 
 def padded_rows(load: torch.Tensor, tile: int = TILE) -> int:
@@ -102,23 +88,16 @@ def padded_rows(load: torch.Tensor, tile: int = TILE) -> int:
     return int(((load + tile - 1) // tile * tile).sum())
 
 
-def layer(shape: Sizes, inputs: peers.LayerInputs, routing: Routing) -> peers.Program:
+def on_routing(shape: Sizes, inputs: LayerInputs, routing: Routing) -> Program:
     """The experts on a routing, its dispatch made beforehand."""
-    scores = routing.scores.detach().requires_grad_()
     if routing.pair_tokens is None:
         dispatch = build_dispatch(routing.experts, shape.E)
     else:
-        varying = (routing.experts, routing.pair_tokens, routing.token_offsets)
-        dispatch = build_dispatch_varying(*varying, shape.E)
-    weights = (inputs.gate_up_proj, inputs.down_proj)
-
-    def forward() -> torch.Tensor:
-        return moe_mlp(inputs.x, *weights, scores, num_experts=shape.E, backend="hopper", dispatch=dispatch)
-
-    return peers.Program(forward, (inputs.x, *weights, scores), inputs.grad_output, weights)
+        dispatch = build_dispatch_varying(routing.experts, routing.pair_tokens, routing.token_offsets, shape.E)
+    return ours(shape, replace(inputs, scores=routing.scores.detach().requires_grad_()), dispatch=dispatch)
 
 
-def with_router(layer: MoE, inputs: peers.LayerInputs) -> peers.Program:
+def with_router(layer: MoE, inputs: LayerInputs) -> Program:
     """A whole layer, auxiliary loss included."""
 
     def forward() -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,7 +105,7 @@ def with_router(layer: MoE, inputs: peers.LayerInputs) -> peers.Program:
         return out, torch.as_tensor(stats.aux_loss)
 
     ones = torch.ones((), device=inputs.x.device)
-    return peers.Program(forward, (inputs.x, *layer.parameters()), (inputs.grad_output, ones), ())
+    return Program(forward, (inputs.x, *layer.parameters()), (inputs.grad_output, ones), ())
 
 
 # ------------------------------------------------------------------------------------------------------- measurement
@@ -144,85 +123,55 @@ def model_tflops(shape: Sizes, rows: int, forward_ms: float, both_ms: float) -> 
 
 
 def figures(
-    shape: Sizes, programs: dict[str, peers.Program], loads: dict[str, torch.Tensor], rounds: int
-) -> dict[str, dict[str, Any]]:
-    """Rows, GPU times and model TFLOP/s by name, of programs and the experts' loads."""
-    names = list(programs)
-    forward = gpu_ms({name: program.forward for name, program in programs.items()}, names, rounds)
-    both = gpu_ms({name: program.forward_backward for name, program in programs.items()}, names, rounds)
-    found: dict[str, dict[str, Any]] = {}
-    for name, load in loads.items():
-        rows = int(load.sum())
-        found[name] = {
-            "rows": rows,
-            "padded_rows": padded_rows(load),
-            "gpu_fwd_ms": round(forward.ms[name], 4),
-            "gpu_fwdbwd_ms": round(both.ms[name], 4),
-            "gpu_method": f"{forward.method[name]}/{both.method[name]}",
-            **model_tflops(shape, rows, forward.ms[name], both.ms[name]),
-        }
-        if refused := forward.refused.get(name) or both.refused.get(name):
-            found[name]["not_captured"] = refused
+    shape: Sizes, made: dict[str, Program], routed: dict[str, Routing], machine: Machine, prefix: str = "gpu_"
+) -> dict[str, Row]:
+    """Rows, GPU times and model TFLOP/s by name, of programs and their routings."""
+    found, refused = step_times({name: [program] for name, program in made.items()}, machine, tuple(made), prefix)
+    for name, row in found.items():
+        rows = int(routed[name].load.sum())
+        row |= {"rows": rows, "padded_rows": padded_rows(routed[name].load, tile_on(machine))}
+        row |= model_tflops(shape, rows, row[f"{prefix}fwd_ms"], row[f"{prefix}fwdbwd_ms"])
+        row |= {"not_captured": refused[name]} if name in refused else {}
     return found
 
 
-def gains(found: dict[str, dict[str, Any]]) -> dict[str, float]:
+def gains(found: dict[str, Row], prefix: str = "gpu_") -> dict[str, float]:
     """Model TFLOP/s with token rounding over those of plain top-k."""
-    return {
-        f"{part}_gain": round(found["rounded"][f"{part}_tflops"] / found["top_k"][f"{part}_tflops"], 4)
-        for part in ("fwd", "bwd", "fwdbwd")
-    }
+    speeds: dict[str, list[float]] = {"fwd": [], "bwd": [], "fwdbwd": []}
+    for row in (found["rounded"], found["top_k"]):
+        forward, both = row[f"{prefix}fwd_ms"], row[f"{prefix}fwdbwd_ms"]
+        for part, ms in (("fwd", forward), ("bwd", both - forward), ("fwdbwd", both)):
+            speeds[part].append(row["rows"] / ms)
+    return {f"{part}_gain": round(rounded / plain, 4) for part, (rounded, plain) in speeds.items()}
 
 
-def measure(subfigure: str, shape: Sizes, rounds: int) -> dict[str, Any]:
-    """One row of the results: the experts alone on both routings of one configuration, and under "layers" whole layers."""
-    inputs = peers.make_inputs(shape)
-    whole = whole_layers(shape, inputs)
+def measure(case: tuple[str, Sizes], machine: Machine) -> Row:
+    """The experts alone on both routings of one configuration, and under "layers" whole layers."""
+    _, shape = case
+    inputs = peers.make_inputs(shape, device=machine.device)
+    whole = whole_layers(shape, inputs, tile_on(machine))
     routed = routings(whole, inputs.x)
-    calls = {name: layer(shape, inputs, routing) for name, routing in routed.items()}
-    experts = figures(shape, calls, {name: routing.load for name, routing in routed.items()}, rounds)
-    loads = {name: one(inputs.x)[1].load for name, one in whole.items()}
-    layers = figures(shape, {name: with_router(one, inputs) for name, one in whole.items()}, loads, rounds)
-    row: dict[str, Any] = {"subfigure": subfigure, "cfg": cfg_of(shape)} | experts | gains(experts)
-    return row | {"layers": layers | gains(layers)}
+    alone = {name: on_routing(shape, inputs, routed[name]) for name in ("top_k", "rounded")}
+    experts = figures(shape, alone, routed, machine)
+    layers = figures(shape, {name: with_router(layer, inputs) for name, layer in whole.items()}, routed, machine)
+    return experts | gains(experts) | {"layers": layers | gains(layers)}
 
 
-def print_tables(record: dict[str, Any]) -> None:
-    """Those of the documentation, and the gains' geometric means."""
-    print(f"{rounding_table(record)}\n\n{rounding_layers_table(record)}\n")
-    for what, rows in (("experts alone", record["rows"]), ("whole layers", [row["layers"] for row in record["rows"]])):
-        means = [geometric_mean([row[f"{part}_gain"] for row in rows]) for part in ("fwd", "bwd", "fwdbwd")]
-        print(
-            f"geometric mean of the gain, {what}: forward {means[0]:.3f}, backward {means[1]:.3f}, both {means[2]:.3f}"
-        )
+def of_subfigure(case: tuple[str, Sizes]) -> Row:
+    return {"subfigure": case[0], "cfg": cfg_of(case[1])}
 
 
-# -------------------------------------------------------------------------------------------------------------- main
-
-
-def arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = bench_parser("rounding", __doc__, quick="least and most experts of each, 7 rounds")
-    what = "some of " + ", ".join(SUBFIGURES)
-    parser.add_argument("--subfigures", type=some_of(SUBFIGURES), default=[*SUBFIGURES], help=what)
-    options = settled(parser.parse_args(words), "rounding", rounds=20)
-    shapes = {name: SUBFIGURES[name][:: 3 if options.quick else 1] for name in options.subfigures}
-    options.configs = [(name, shape) for name, group in shapes.items() for shape in group]
-    return options
-
-
-def main() -> None:
-    options = arguments()
-    need_hopper()
-    record = begun("rounding", __doc__, 2, tile=TILE, rule="nr_f")
-    for subfigure, shape in in_turn(options.configs):
-        row = stamped(measure, subfigure, shape, options.rounds)
-        record["rows"].append(row)
-        write_json(options.out or part_file("rounding"), record)
-        both, whole = row["fwdbwd_gain"], row["layers"]["fwdbwd_gain"]
-        print(f"{shape}: forward + backward x {both} of the experts, x {whole} of whole layers", flush=True)
-    print_tables(record)
-    print("wrote", options.out or finished("rounding", whole=set(options.subfigures) == SUBFIGURES.keys()))
-
+CASES = [(name, shape) for name, shapes in SUBFIGURES.items() for shape in shapes]
+ENDS = [case for case in CASES if case[1].rows // case[1].E in (2048, 256)]  # the fewest and the most experts of each
+SMALL = [("small", Sizes(600, 32, 16, 8, 2))]
+BENCH = Bench(
+    "rounding",
+    __doc__,
+    {"rows": Item(measure, CASES, SMALL, ENDS, of_subfigure)},
+    head={"tile": TILE, "rule": "nr_f"},
+    paragraphs=2,
+)
+main = partial(run, BENCH)
 
 if __name__ == "__main__":
     main()

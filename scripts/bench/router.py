@@ -1,7 +1,7 @@
 """The router alone: its time by graph replay, and its accuracy against float64.
 
-    python -m scripts.bench.router                     # both shapes -> results/h200/router.json
-    python -m scripts.bench.router --quick             # the smaller shape, 7 rounds
+    python -m scripts.bench.router                     # both shapes -> results/h200/router.json on an H200
+    python -m scripts.bench.router --quick             # the smaller shape, fewer rounds
     python -m scripts.bench.router --configs 2
 
 `MoE.router` with topk_softmax scores, auxiliary loss 0.01 and z-loss 0.001, training mode, x in bf16, router weights in bf16 and
@@ -13,9 +13,9 @@ the exact gradient.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,20 +24,9 @@ from torch import Tensor
 from blazeproto import MoE, cost
 from blazeproto.gemm import Sizes
 from blazeproto.router import Router
-from scripts.bench.common import (
-    begun,
-    bench_parser,
-    cfg_of,
-    finished,
-    in_turn,
-    part_file,
-    settled,
-    stamped,
-    write_json,
-)  # fmt: skip
-from scripts.bench.module_tables import router_table
-from scripts.bench.timing import gpu_ms, relative_difference
-from scripts.command import need_hopper
+from scripts.bench.common import cfg_of
+from scripts.bench.running import Bench, Item, run
+from scripts.bench.timing import Machine, Row, relative_difference
 
 AUX_LOSS, Z_LOSS = 0.01, 0.001
 # Shape -> ms that forward, and forward + backward, may take with a bf16 weight; with an fp32 one twice that. n does not matter.
@@ -45,7 +34,6 @@ BOUNDS_MS = {
     Sizes(32768, 2048, 8, 128, 8): (0.15, 0.50),
     Sizes(16384, 4096, 8, 512, 8): (0.25, 0.90),
 }
-ROUTER_SHAPES = tuple(BOUNDS_MS)
 WEIGHTS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Largest errors against float64; `_of_rounding`: over the error of rounding the exact gradient to bf16.
 LARGEST = {"logits": 1e-5, "dW": 2e-5, "dW_of_rounding": 1.05, "dX_of_rounding": 1.05}
@@ -82,7 +70,7 @@ def make_case(shape: Sizes, dtype: torch.dtype, device: str = "cuda") -> tuple[R
     return router, normal(shape.T, shape.d).to(torch.bfloat16).requires_grad_(), normal(shape.T, shape.K)
 
 
-def run(router: Router, x: Tensor, d_scores: Tensor, autocast: bool = False) -> Results:
+def step(router: Router, x: Tensor, d_scores: Tensor, autocast: bool = False) -> Results:
     """Forward and backward of one router."""
     with torch.autocast(x.device.type, torch.bfloat16) if autocast else nullcontext():
         routing = router(x)
@@ -138,10 +126,10 @@ def choices(experts: Tensor, logits: Tensor) -> dict[str, int]:
 
 def accuracy(router: Router, x: Tensor, d_scores: Tensor, autocast: bool) -> dict[str, Any]:
     """Errors against float64, what was chosen, and whether repeats agree to the bit."""
-    made = run(router, x, d_scores, autocast)
+    made = step(router, x, d_scores, autocast)
     same = True
     for _ in range(REPEATS):
-        again = run(router, x, d_scores, autocast)
+        again = step(router, x, d_scores, autocast)
         same = same and all(torch.equal(a, b) for a, b in zip(made, again, strict=True))
     exact = in_float64(x, router.weight, made.experts, d_scores)
     found: dict[str, Any] = {
@@ -158,58 +146,54 @@ def accuracy(router: Router, x: Tensor, d_scores: Tensor, autocast: bool) -> dic
 # ------------------------------------------------------------------------------------------------------- measurement
 
 
-def times(shape: Sizes, rounds: int) -> dict[str, dict[str, Any]]:
+def times(shape: Sizes, machine: Machine) -> dict[str, Row]:
     """By weight's dtype: forward, and forward + backward, by graph replay where it captures."""
     calls: dict[str, Callable[[], object]] = {}
     for name, dtype in WEIGHTS.items():
-        router, x, d_scores = make_case(shape, dtype)
+        router, x, d_scores = make_case(shape, dtype, machine.device)
 
         def forward(router: Router = router, x: Tensor = x) -> object:
             routing = router(x)
             return routing.scores, routing.logits, *routing.aux_losses.values()
 
         def both(router: Router = router, x: Tensor = x, d_scores: Tensor = d_scores) -> object:
-            return tuple(tensor for tensor in run(router, x, d_scores) if tensor.is_floating_point())
+            return tuple(tensor for tensor in step(router, x, d_scores) if tensor.is_floating_point())
 
         calls |= {f"{name} fwd": forward, f"{name} fwdbwd": both}
     for call in calls.values():  # a capture can't compile
         call()
-    found = gpu_ms(calls, (), rounds)
-    rows: dict[str, dict[str, Any]] = {
-        name: {"not_captured": found.refused} if found.refused else {} for name in WEIGHTS
-    }
+    found = machine.times(calls)
+    rows: dict[str, Row] = {name: {"not_captured": found.refused} if found.refused else {} for name in WEIGHTS}
     for label, ms in found.ms.items():
         name, part = label.split()
         rows[name] |= {f"{part}_ms": round(ms, 4), f"{part}_method": found.method[label]}
     return rows
 
 
-def measure(shape: Sizes, rounds: int) -> list[dict[str, Any]]:
+def measure(shape: Sizes, machine: Machine) -> list[Row]:
     """A row for each dtype of the weight."""
     rows = []
-    timed = times(shape, rounds)
+    timed = times(shape, machine)
     floors = cost.router_floor_ms(shape)
     floor = {"floor_fwd_ms": round(floors[0], 4), "floor_fwdbwd_ms": round(sum(floors), 4)}
     for name, dtype in WEIGHTS.items():
-        case = make_case(shape, dtype)
+        case = make_case(shape, dtype, machine.device)
         found = {how: accuracy(*case, autocast=how == "autocast") for how in ("plain", "autocast")}
-        cfg = {key: value for key, value in cfg_of(shape).items() if key != "n"}
         made = {"accuracy": found, "torch_fp32_logits": error_of_torch(*case[:2])}
-        rows.append({"cfg": cfg, "weight": name, **timed[name], **floor, **made})
+        rows.append({"weight": name, **timed[name], **floor, **made})
     return rows
 
 
-def may_take(row: dict[str, Any]) -> tuple[float, float] | None:
-    """ms for forward, and forward + backward; None for a shape without bounds."""
-    wanted = next((ms for shape, ms in BOUNDS_MS.items() if row["cfg"].items() <= cfg_of(shape).items()), None)
-    factor = 2 if row["weight"] == "fp32" else 1
-    return None if wanted is None else (factor * wanted[0], factor * wanted[1])
+def without_n(shape: Sizes) -> Row:
+    return {"cfg": {key: value for key, value in cfg_of(shape).items() if key != "n"}}
 
 
-def failures(row: dict[str, Any]) -> list[str]:
+def failures(row: Row) -> list[str]:
     """What of a row does not hold, in words."""
     failed = []
-    for part, most in zip(("fwd", "fwdbwd"), may_take(row) or (), strict=False):
+    most_ms = next((ms for shape, ms in BOUNDS_MS.items() if row["cfg"] == without_n(shape)["cfg"]), ())
+    for part, ms in zip(("fwd", "fwdbwd"), most_ms, strict=False):
+        most = 2 * ms if row["weight"] == "fp32" else ms
         if not (row[f"{part}_ms"] <= most and row[f"{part}_method"] == "graph"):
             failed.append(f"{part} at most {most} ms by graph")
     for how, found in row["accuracy"].items():
@@ -224,39 +208,17 @@ def failures(row: dict[str, Any]) -> list[str]:
     return failed
 
 
-def print_verdicts(record: dict[str, Any]) -> None:
-    """The table of the documentation, and of each row what does not hold."""
-    print(router_table(record))
-    for row in record["rows"]:
-        failed = failures(row)
-        print(f"{'FAILS' if failed else 'holds'}  {row['cfg']} {row['weight']}: {'; '.join(failed) or 'all bounds'}")
-        for how, found in row["accuracy"].items():
-            print(f"       {how}: {', '.join(f'{name} {value:.4g}' for name, value in found.items())}")
-        if "not_captured" in row:
-            print(f"       not captured: {row['not_captured']}")
+def bounds(record: Row) -> list[tuple[str, bool]]:
+    """What does not hold of each row, in words, and whether all does."""
+    failed = [(f"{row['cfg']} {row['weight']}", failures(row)) for row in record["rows"]]
+    return [(f"{what}: {'; '.join(wrong) or 'all bounds'}", not wrong) for what, wrong in failed]
 
 
-# -------------------------------------------------------------------------------------------------------------- main
-
-
-def arguments(words: list[str] | None = None) -> argparse.Namespace:
-    quick = "the second shape, 7 rounds -> router-quick.json"
-    parser = bench_parser("router", __doc__, quick=quick, configs=ROUTER_SHAPES)
-    options = settled(parser.parse_args(words), "router", rounds=20)
-    options.configs = options.configs or list(ROUTER_SHAPES[1:] if options.quick else ROUTER_SHAPES)
-    return options
-
-
-def main() -> None:
-    options = arguments()
-    need_hopper()
-    record = begun("router", __doc__)
-    for shape in in_turn(options.configs):
-        record["rows"] += stamped(measure, shape, options.rounds)
-        write_json(options.out or part_file("router"), record)
-    print("wrote", options.out or finished("router", whole=set(options.configs) == set(ROUTER_SHAPES)))
-    print_verdicts(record)
-
+SMALL = Sizes(300, 32, 8, 8, 2)
+BENCH = Bench(
+    "router", __doc__, {"rows": Item(measure, [*BOUNDS_MS], (SMALL,), [*BOUNDS_MS][1:], without_n)}, bounds=bounds
+)
+main = partial(run, BENCH)
 
 if __name__ == "__main__":
     main()

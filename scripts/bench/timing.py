@@ -1,4 +1,4 @@
-"""Ways to time GPU programs against each other: eagerly, by CUDA-graph replay, and as a sum of kernel durations.
+"""Ways to time programs against each other: eagerly, by CUDA-graph replay, as a sum of kernel durations; on a CPU by the clock.
 
 Every function takes several callables by name and runs them in turn (A B A B), so that clocks and temperature treat
 all alike, and returns medians by name. Eager time below a millisecond is host time; the other two leave the host out.
@@ -10,20 +10,25 @@ import math
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from blazeproto.autograd import private
 from blazeproto.lab.times import HOLD_CYCLES, ROUNDS, Call, Rotation, interleaved_ms
+from scripts.lm.ranks import HOST, Ranks
 
 Pool = Any  # what torch.cuda.graph_pool_handle gives
 
 HOST_CALLS = 9  # their launches fit into a stream's queue, or the host would wait
 MOST_HOLD_CYCLES = 64 * HOLD_CYCLES  # for a call that waits for the GPU no hold is long enough
 MARKER = "spin_kernel"  # what torch.cuda._sleep launches
+ROUND_MS = 20.0  # a program's part of a round of `long_bursts` holds enough calls to last about this long
+MOST_CALLS = 12
 
 
 def host_ms(call: Call, rounds: int = ROUNDS, calls: int = HOST_CALLS - 1) -> float:
@@ -42,6 +47,12 @@ def host_ms(call: Call, rounds: int = ROUNDS, calls: int = HOST_CALLS - 1) -> fl
         samples.append(1e3 * (time.perf_counter() - begin) / calls)
     wait()
     return statistics.median(samples)
+
+
+def quickest_ms(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:
+    """Milliseconds of each call's quickest round, by the clock: on a CPU other work only adds time. They run in turns."""
+    samples = [{name: host_ms(call, 1, calls=1) for name, call in calls.items()} for _ in range(rounds)]
+    return {name: min(sample[name] for sample in samples) for name in calls}
 
 
 def tensors_in(result: object) -> list[torch.Tensor]:
@@ -162,6 +173,17 @@ def kernel_times(
     }
 
 
+def long_bursts(calls: Mapping[str, Call], rounds: int) -> dict[str, KernelTime]:
+    """`kernel_times`, queued, of parts of a round that last about `ROUND_MS`; a rotation's members are called equally often."""
+    once = kernel_times(calls, 1)
+    burst = {}
+    for name, call in calls.items():
+        wanted = min(MOST_CALLS, math.ceil(ROUND_MS / max(once[name].busy, 1e-3)))
+        members = len(call) if isinstance(call, Rotation) else 1
+        burst[name] = members * math.ceil(wanted / members)
+    return kernel_times(calls, rounds, burst=burst, queued=True)
+
+
 def split_by_marker(spans: Sequence[tuple[str, float, float]]) -> list[KernelTime]:
     """The kernel times before, between and after the markers, of (name, begin, end) in microseconds on one stream."""
     groups: list[list[tuple[float, float]]] = [[]]
@@ -268,3 +290,115 @@ def peak_bytes(call: Call) -> int:
     torch.cuda.synchronize()
     del result
     return int(torch.cuda.max_memory_allocated() - before)
+
+
+def host_peak_bytes(call: Call) -> int:
+    """`peak_bytes` on a CPU, by the profiler: the most that was allocated at a time during a call."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        call()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    allocated = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        allocated += event.nbytes()
+        most = max(most, allocated)
+    return most
+
+
+# ----------------------------------------------------------------------------------------------------------- machines
+
+Row = dict[str, Any]
+PARTS = {"fwd": "forward", "fwdbwd": "forward_backward"}  # of a layer's step: in results, and of a program
+
+
+@dataclass(frozen=True)
+class Machine:
+    """device: "cuda" or "cpu".  rounds: of which times are medians; on a CPU the quickest counts.  peers: the programs that are
+    wanted beside ours.  ranks: the processes that measure together."""
+
+    device: str
+    rounds: int
+    peers: tuple[str, ...] = ()
+    ranks: Ranks = field(default_factory=partial(Ranks, HOST))
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+    def times(self, calls: Mapping[str, Call], together: Sequence[str] = (), *, gaps: bool = False) -> GpuTimes:
+        """Milliseconds by name, as `gpu_ms` measures them, or by the clock; those of ``together`` are measured alike."""
+        if self.on_gpu:
+            return gpu_ms(calls, [name for name in together if name in calls], self.rounds, gaps=gaps)
+        return GpuTimes(quickest_ms(calls, self.rounds), dict.fromkeys(calls, "clock"), {})
+
+    def kernels(self, calls: Mapping[str, Call]) -> GpuTimes:
+        """Sums of kernel durations by name, for calls of which one is known not to be captured; on a CPU by the clock."""
+        if self.on_gpu:
+            found = {name: each.total for name, each in kernel_times(calls, self.rounds).items()}
+            return GpuTimes(found, dict.fromkeys(calls, "kernels"), {})
+        return self.times(calls)
+
+    def eager(self, calls: Mapping[str, Call], warmups: int = 5, *, queued: bool = False) -> dict[str, float]:
+        """Milliseconds of eager calls by name, host time included, or with the host queueing them beforehand (``queued``)."""
+        if self.on_gpu:
+            return interleaved_ms(calls, self.rounds, warmups, queued=queued)
+        return quickest_ms(calls, self.rounds)
+
+    def peak_bytes(self, call: Call) -> int:
+        return peak_bytes(call) if self.on_gpu else host_peak_bytes(call)
+
+    def kernel_figures(self, calls: Mapping[str, Call], part: str) -> dict[str, Row]:
+        """Figures of a part by program, of kernel durations: an overlap is counted once; the GPU is held until the host has
+        queued a call. ``_sum_ms``: of the durations; ``_rounds_ms``: of each round."""
+        if not self.on_gpu:
+            clock = quickest_ms(calls, self.rounds)
+            return {
+                name: {f"{part}_ms": round(ms, 4), f"{part}_rounds_ms": [round(ms, 4)]} for name, ms in clock.items()
+            }
+        times = long_bursts(calls, self.rounds)
+        return {
+            name: {
+                f"{part}_ms": round(time.busy, 4),
+                f"{part}_sum_ms": round(time.total, 4),
+                f"{part}_rounds_ms": [round(ms, 4) for ms in time.rounds],
+            }
+            for name, time in times.items()
+        }
+
+
+def rotations(programs: Mapping[str, Sequence[Any]], step: str) -> dict[str, Call]:
+    """``step`` of each program by name, on its sets of inputs in turn."""
+    return {name: Rotation([getattr(program, step) for program in each]) for name, each in programs.items()}
+
+
+def part_times(programs: Mapping[str, Sequence[Any]], machine: Machine) -> Row:
+    """Kernel figures of a forward, and of a forward and backward, as fields of a row: ``ours_fwd_ms``."""
+    row: Row = {}
+    for part, step in PARTS.items():
+        for name, figures in machine.kernel_figures(rotations(programs, step), part).items():
+            row |= {f"{name}_{field}": value for field, value in figures.items()}
+    return row
+
+
+def step_times(
+    programs: Mapping[str, Sequence[Any]],
+    machine: Machine,
+    together: Sequence[str],
+    prefix: str = "",
+    *,
+    graphs: bool = True,
+) -> tuple[dict[str, Row], dict[str, str]]:
+    """GPU times of forward, and forward and backward, by program, and how each was taken; why programs were not captured.
+
+    together: those that are timed alike.  prefix: of the figures' names.  graphs: whether graphs are tried at all.
+    """
+    calls = [rotations(programs, step) for step in PARTS.values()]
+    forward, both = (machine.times(each, together) if graphs else machine.kernels(each) for each in calls)
+    found = {
+        name: {
+            f"{prefix}fwd_ms": round(forward.ms[name], 4),
+            f"{prefix}fwdbwd_ms": round(both.ms[name], 4),
+            f"{prefix}method": f"{forward.method[name]}/{both.method[name]}",
+        }
+        for name in programs
+    }
+    return found, forward.refused | both.refused

@@ -2,7 +2,8 @@
 
 `scripts.bench.expert_parallel` runs it in a process for each rank, which prints one row as JSON:
 
-    python -m scripts.bench.torch_exchange --shape 8192,2048,768,128,8 --rank 0 --ranks 1 --store /tmp/store
+    python -m scripts.bench.torch_exchange '{"shape": [8192, 2048, 768, 128, 8], "rank": 0, "ranks": 1, "gpu": 0,
+                                             "store": "/tmp/store", "rounds": 30}'
 
 A row goes out for each (token, expert), as the operator is meant, in order of experts; scores stay at home and weigh what comes
 back. It takes at most 16 experts of a rank, so beyond that neighbours count as one: then rows arrive in order of those.
@@ -25,9 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from blazeproto.gemm import Sizes
-from scripts.bench.distributed import Row
-from scripts.bench.expert_parallel import IN_A_ROW, MIB, Timer, draw_ids, inputs_of, payload
-from scripts.command import argument_parser, positive
+from scripts.bench.common import MIB
+from scripts.bench.expert_parallel import IN_A_ROW, Timer, draw_ids, exchange_figures, inputs_of, payload
+from scripts.bench.timing import Row
+from scripts.command import argument_parser
 from scripts.lm.ranks import Ranks
 
 MOST_GROUPS = 16  # of a rank: warps of the operator's blocks
@@ -113,37 +115,27 @@ def measure(shape: Sizes, ranks: Ranks, timer: Timer, exchanges: list[Exchange])
     wrong = (exchanges[0].back(scores).float() - wanted).norm() / wanted.norm()
     if ranks.sum((~(wrong < 0.02)).float()) > 0:  # NaN too
         return {"absent": f"what comes back differs by {float(wrong):.2g} of its norm"}
-    out_ms, back_ms = (ms / IN_A_ROW for ms in timer.ms(out, back, before=draw))
-    leaves, away = payload(given, shape, ranks), given.ids // (shape.E // ranks.size) != ranks.rank
-    return {
-        "dispatch_ms": round(out_ms, 4),
-        "combine_ms": round(back_ms, 4),
-        "payload_MiB": round(leaves / MIB, 2),
-        "moved_MiB": round(int(away.sum()) * shape.d * x.element_size() / MIB, 2),
-        "dispatch_gbps": round(leaves / out_ms / 1e6, 1),
-        "combine_gbps": round(leaves / back_ms / 1e6, 1),
-    }
+    away = int((given.ids // (shape.E // ranks.size) != ranks.rank).sum())
+    moved = {"moved_MiB": round(away * shape.d * x.element_size() / MIB, 2)}
+    ms = [ms / IN_A_ROW for ms in timer.ms(out, back, before=draw)]
+    return exchange_figures(ms, payload(given, shape, ranks)) | moved
 
 
 def main() -> None:
     parser = argument_parser("scripts.bench.torch_exchange", __doc__)
-    parser.add_argument("--shape", type=lambda text: Sizes(*map(int, text.split(","))), help="T,d,n,E,K of a rank")
-    parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--ranks", type=positive, default=1)
-    parser.add_argument("--gpu", type=int, default=0, help="this rank's")
-    parser.add_argument("--store", help="a file that all ranks see, and nobody has used")
-    parser.add_argument("--rounds", type=positive, default=30)
-    options = parser.parse_args()
+    what = "JSON: shape: T of a rank, d, n, E, K; rank, ranks, gpu; store: a file that all ranks see, and nobody has used; rounds"
+    parser.add_argument("spec", type=json.loads, help=what)
+    spec = parser.parse_args().spec
     if reason := missing():
         print(json.dumps({"absent": reason}))
         return
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    device = torch.device("cuda", options.gpu)
+    device = torch.device("cuda", spec["gpu"])
     torch.cuda.set_device(device)
     symmetric_memory.set_backend("NVSHMEM")
-    store = dist.FileStore(options.store, options.ranks)
-    where: Any = {"rank": options.rank, "world_size": options.ranks, "timeout": timedelta(seconds=TIMEOUT)}
+    store = dist.FileStore(spec["store"], spec["ranks"])
+    where: Any = {"rank": spec["rank"], "world_size": spec["ranks"], "timeout": timedelta(seconds=TIMEOUT)}
     dist.init_process_group("nccl", store=store, device_id=device, **where)
     assert dist.group.WORLD is not None
     group, operators = dist.group.WORLD.group_name, torch.ops.symm_mem
@@ -159,9 +151,9 @@ def main() -> None:
     def send_back(*arrays: Tensor) -> None:
         operators.all_to_all_vdev_2d_offset(*arrays, group)
 
-    ranks = Ranks(device, options.rank, options.ranks)
-    exchanges = [Exchange(options.shape, ranks, torch.bfloat16, new, send, send_back) for _ in range(2)]
-    print(json.dumps(measure(options.shape, ranks, Timer(ranks, options.rounds), exchanges)))
+    ranks, shape = Ranks(device, spec["rank"], spec["ranks"]), Sizes(*spec["shape"])
+    exchanges = [Exchange(shape, ranks, torch.bfloat16, new, send, send_back) for _ in range(2)]
+    print(json.dumps(measure(shape, ranks, Timer(ranks, spec["rounds"]), exchanges)))
     sys.stdout.flush()
     dist.barrier()
     torch.cuda.synchronize()

@@ -57,6 +57,6 @@ def run_rank(rank: int, ranks: int, place: str, runs: list[Run], bench: Path | N
         train_lm.Trainer.train_step = train_step  # type: ignore[method-assign]
         data = runs[0].options[runs[0].options.index("--data") + 1]
         distributed.SMALL = replace(distributed.SMALL, data=data)
-        distributed.main(["--quick", "--device", "cpu", "--scaling", "fsdp", "--losses", "fsdp", "--out", str(bench)])
+        distributed.main(["--cpu", "--modes", "fsdp", "--out", str(bench.parent)])
     dist.barrier()
     os._exit(0)  # without the interpreter's teardown, which gloo's threads do not always survive

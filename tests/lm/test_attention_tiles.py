@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from scripts.bench.attention_tiles import host_peak_bytes
-from scripts.bench.timing import SavedBytes, relative_difference
+from scripts.bench.timing import SavedBytes, host_peak_bytes, relative_difference
 from scripts.lm import model as lm
 from scripts.lm.model import GPT, Block, Output
 from scripts.lm.ranks import Ranks

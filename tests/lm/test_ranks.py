@@ -121,11 +121,11 @@ def test_two_ranks_with_other_options(plain: list[str], out: Path, metrics: Metr
         Run(named(plain, out, "tiled", *ep, "--attention-tiles", "2")),
         Run(named(plain, out, "two-ep", *ep, "--accumulate", "2", *roomy), stop=10),
     ]
-    start(2, out, runs, bench=out / "bench.json")
+    start(2, out, runs, bench=out / "distributed.json")
     assert metrics(out / "kept") == metrics(out / "again")
     assert losses(metrics, out / "tiled") == pytest.approx(losses(metrics, out / "untiled"), rel=1e-3)
     goes_on_in_one_process("two-ep", losses(metrics, out / "one"), out, metrics, run)
-    bench = json.loads((out / "bench.json").read_text())
+    bench = json.loads((out / "distributed.json").read_text())
     assert [(row["mode"], row["gpus"]) for row in bench["weak_scaling"] + bench["losses"]] == [("fsdp", 2)] * 2
     assert bench["weak_scaling"][0]["efficiency"] > 0 and bench["losses"][0]["largest_difference"] < 0.01
     assert bench["losses"][0]["of"]["protocol"] == "scripts.bench.distributed.losses"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.bench import attention_tiles
+from scripts.bench import attention_tiles, running
 from scripts.bench.identity import earlier
 from scripts.bench.result_tables import fill
 from scripts.lm.model import GPT
@@ -18,15 +18,12 @@ TINY = dataclasses.replace(attention_tiles.SMALL, d_model=16, context=32, d_expe
 
 
 def test_the_short_form_runs_on_a_cpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     """Its rows say what they are of, and more tiles keep less."""
-    monkeypatch.setattr(attention_tiles, "SMALL", TINY)
-    monkeypatch.setattr(attention_tiles, "SMALL_TILES", (1, 2))
-    out = tmp_path / "attention_tiles.json"
-    monkeypatch.setattr("sys.argv", ["attention_tiles", "--cpu", "--rounds", "1", "--out", str(out)])
-    attention_tiles.main()
-    record = json.loads(out.read_text())
+    item = dataclasses.replace(attention_tiles.BENCH.items["rows"], short=[(TINY, (1, 2))])
+    running.run(dataclasses.replace(attention_tiles.BENCH, items={"rows": item}), ["--cpu", "--out", str(tmp_path)])
+    record = json.loads((tmp_path / "attention_tiles.json").read_text())
     one, two = record["rows"]
     assert record["protocol"].startswith("The model and the batch of the Hopper preset")
     assert (one["tiles"], two["tiles"]) == (1, 2) and one["cfg"] == two["cfg"]
@@ -40,7 +37,6 @@ def test_the_short_form_runs_on_a_cpu(
     marked = "<!-- results:attention_tiles -->\n\nNot measured.\n\n<!-- /results:attention_tiles -->"
     filled = fill(marked, tmp_path)
     assert "| 2 |" in filled and "8 sequences of 32 bytes; layers, d, n, E, K = 2, 16, 8, 4, 2." in filled
-    assert attention_tiles.attention_tiles_table(record) in capsys.readouterr().out
     assert fill(filled, tmp_path) == filled
     assert fill(marked, tmp_path / "none") == marked, "without results the text stays"
 

@@ -24,7 +24,7 @@ from blazeproto.gemm.tiles import force
 from blazeproto.lab.accuracy import Pool
 from blazeproto.lab.oracle import dispatch_fixed, make_case
 from scripts.bench import peers, rounding
-from scripts.bench.peers import ours
+from scripts.bench.peers import layers as programs
 from scripts.checks import fuzz, sanitize_target
 
 
@@ -194,7 +194,7 @@ def test_the_layer_s_kernels_are_launched_as_moe_mlp_does(monkeypatch: pytest.Mo
     leaves = (inputs.x, inputs.gate_up_proj, inputs.down_proj, inputs.scores)
     out = moe_mlp(*leaves, dispatch=dispatch, num_experts=shape.E)
     expected = (out, *torch.autograd.grad(out, leaves, inputs.grad_output))
-    made = ours.launch_kernels(inputs, dispatch)
+    made = programs.launch_kernels(inputs, dispatch)
     for got, want in zip(made, expected, strict=True):
         assert isinstance(got, torch.Tensor)
         torch.testing.assert_close(got, want, rtol=0, atol=0)
@@ -209,18 +209,19 @@ def test_rounding_runs_on_dispatches_made_beforehand(monkeypatch: pytest.MonkeyP
 
     def experts_of(*arguments: object, dispatch: Dispatch, backend: str, **options: object) -> torch.Tensor:
         calls.append((dispatch.top_k, backend))
-        return moe_mlp(*arguments, dispatch=dispatch, backend="torch", **options)  # type: ignore[arg-type]
+        return moe_mlp(*arguments, dispatch=dispatch, backend=backend, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(rounding, "build_dispatch", dispatch_fixed)
     monkeypatch.setattr(rounding, "build_dispatch_varying", varying)
-    monkeypatch.setattr(rounding, "moe_mlp", experts_of)
+    monkeypatch.setattr(programs, "moe_mlp", experts_of)
     shape = Sizes(64, 16, 8, 4, 2)
     inputs = peers.make_inputs(shape, device="cpu")
     layers = rounding.whole_layers(shape, inputs, tile=8)
-    for routing in rounding.routings(layers, inputs.x).values():
-        out, gradients = rounding.layer(shape, inputs, routing).forward_backward()
-        assert out.isfinite().all() and all(gradient.isfinite().all() for gradient in gradients)
-    assert calls == [(2, "hopper"), (None, "hopper")]
+    for name, routing in rounding.routings(layers, inputs.x).items():
+        if name in ("top_k", "rounded"):
+            out, gradients = rounding.on_routing(shape, inputs, routing).forward_backward()
+            assert out.isfinite().all() and all(gradient.isfinite().all() for gradient in gradients)
+    assert calls == [(2, "torch"), (None, "torch")]
     for whole in layers.values():
         (out, loss), gradients = rounding.with_router(whole, inputs).forward_backward()
         assert out.isfinite().all() and loss > 0 and len(gradients) == 4

@@ -34,7 +34,7 @@ def test_help_shows_how_it_is_called(
     printed = capsys.readouterr().out
     usage, description = printed.split("\n\n", 1)
     assert f"python -m {module}" in description, "no example"
-    if "argument_parser" in SOURCES[FILES[module]]:
+    if "argument_parser" in SOURCES[FILES[module]] or "BENCH" in SOURCES[FILES[module]]:
         assert usage.startswith(f"usage: python -m {module} ")
 
 

@@ -25,15 +25,15 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bench:
         distributed.SMALL, layers=1, d_model=16, context=16, d_expert=8, steps=3, data=str(text)
     )
     monkeypatch.setattr(distributed, "SMALL", small)
-    common = ["--quick", "--device", "cpu", "--rounds", "1", "--out", str(tmp_path / "distributed.json")]
-    return lambda *options: distributed.main([*common, *options])
+    return lambda *options: distributed.main(["--cpu", "--out", str(tmp_path), *options])
 
 
 def test_rows_stay_and_what_is_lacking_is_added(
     bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "distributed.json"
-    bench("--scaling", "fsdp", "--losses", "ep")
+    bench("--parts", "weak_scaling", "--modes", "fsdp")
+    bench("--parts", "losses", "--modes", "ep")
     record = json.loads(out.read_text())
     [scaling], [loss] = record["weak_scaling"], record["losses"]
     assert (scaling["mode"], loss["mode"], loss["gpus"], loss["steps"]) == ("fsdp", "ep", 1, 3)
@@ -44,24 +44,21 @@ def test_rows_stay_and_what_is_lacking_is_added(
 
     record["weak_scaling"].append(scaling | {"gpus": 2, "efficiency": 0.95})
     record["losses"][0]["step"] = 77
-    record["ep"] = [{"of": scaling["of"], "gpus": 2}]
     out.write_text(json.dumps(record))
-    bench("--resume", "--scaling", "none", "--losses", "fsdp,ep")
+    bench("--resume", "--parts", "losses")
     resumed = json.loads(out.read_text())
-    assert resumed["weak_scaling"] == record["weak_scaling"] and resumed["ep"] == record["ep"]
+    assert resumed["weak_scaling"] == record["weak_scaling"]
     assert [(row["mode"], row["step"] == 77) for row in resumed["losses"]] == [("fsdp", False), ("ep", True)]
     before = out.read_bytes()
-    bench("--resume", "--scaling", "fsdp", "--losses", "fsdp,ep")
+    bench("--resume", "--modes", "fsdp")
     assert out.read_bytes() == before and "nothing to add to" in capsys.readouterr().out
-    bench("--scaling", "none", "--losses", "ep", "--time-budget", "-1")
-    assert "skipped for time:\n  losses ep\n" in capsys.readouterr().out
 
     marked = "\n\n".join(f"<!-- results:{name} --><!-- /results:{name} -->" for name in ("weak_scaling", "rank_losses"))
     filled = fill(marked, tmp_path)
     assert "| fsdp | 2 |" in filled and "| 0.950 |" in filled and "| ep | 1 | 3 | 0.0" in filled
     plot_results.plot_weak_scaling(resumed, tmp_path / "picture.png")
     assert plot_results.caption_in(tmp_path / "picture.png") == plot_results.caption(resumed)
-    plot_results.plot_weak_scaling({"ep": record["ep"]}, tmp_path / "none.png")
+    plot_results.plot_weak_scaling({"ep": []}, tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
 
 
@@ -69,6 +66,6 @@ def test_what_does_not_fit_is_refused_before_anything_runs(
     bench: Bench, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        bench("--losses", "hsdp")
+        bench("--modes", "hsdp")
     assert "error: group_size: expected a divisor of the 1 ranks, got 2; nothing was run" in capfd.readouterr().err
     assert not (tmp_path / "distributed.json").exists()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,7 @@ from blazeproto.lab.oracle import EXACT, evaluate
 from blazeproto.lab.target import Machine
 from blazeproto.runtime.arrays import view
 from blazeproto.runtime.target import device_of, launches_on
-from scripts.bench import common, fp8, markdown
+from scripts.bench import common, fp8, markdown, timing
 
 SIZES = Sizes(40, 144, 128, 3, 2)
 
@@ -31,12 +29,6 @@ SIZES = Sizes(40, 144, 128, 3, 2)
 def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8, "DEVICE", "cpu")
     monkeypatch.setattr(fp8, "rows_of", lambda dispatch: None)
-
-
-def test_the_smoke_run_says_what_is_saved(capsys: pytest.CaptureFixture[str]) -> None:
-    fp8.main(["--smoke"])
-    said = capsys.readouterr().out
-    assert "'fp8_alike': [True, True]" in said and "'fp8_each_saved_MiB'" in said
 
 
 def test_the_page_s_peaks_are_the_measured_ones() -> None:
@@ -51,23 +43,6 @@ def test_the_page_s_peaks_are_the_measured_ones() -> None:
         parts = [int(part.replace(" ", "")) for part in re.findall(r"\d[\d ]*", f"{gradients.split(',')[0]}; {rest}")]
         assert sum(parts) == pytest.approx(rows[shape]["fp8_peak_MiB"], rel=0.002)
     assert len(lines) == len(rows)
-
-
-def _stopped() -> dict[str, Any]:
-    raise KeyboardInterrupt
-
-
-def test_rows_are_in_the_file_before_the_next_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(common, "need_hopper", lambda: None)
-    monkeypatch.setattr(common, "RESULTS", tmp_path / "another_gpu")
-    monkeypatch.setattr(common, "gpu_name", lambda: "NVIDIA H100 80GB HBM3")
-    jobs = [("rows", dict), ("products", dict), ("rows", _stopped)]
-    for out, file in ((tmp_path / "a.json", "a.json"), (None, "h100/fp8.json")):
-        options = Namespace(out=out, time_budget=60)
-        with pytest.raises(KeyboardInterrupt):
-            common.measure_in_turn("fp8", "What it measures.", options, jobs, ("products",))
-        record = json.loads((tmp_path / file).read_text())
-        assert [len(record[part]) for part in ("rows", "products")] == [1, 1] and record["benchmark"] == "fp8"
 
 
 def test_calls_in_bf16_are_the_products() -> None:
@@ -113,7 +88,7 @@ def test_the_check_says_that_the_kernels_are_right(monkeypatch: pytest.MonkeyPat
     for module in (fp8.up, fp8.linear, fp8.down_backward, fp8.weight_fp8, fp8.quantize):
         for name in [name for name in vars(module) if name.startswith("launch")]:
             monkeypatch.setattr(module, name, launched(getattr(module, name)))
-    row = fp8.check(SIZES, positive=False)
+    row = fp8.check((SIZES, False), timing.Machine("cpu", 1))
     assert row["repeats"] and all(row["quantized_alike"]) and not any(r.races for r in machine.reports)
     assert all(row[name] < 2.0**-4 for name in ("H", "act", "dH", "A'"))  # e4m3's rounding
     assert all(row[name] < 2.0**-7 for name in ("Y", "dX", "dS", "dW_down", "dW_up"))

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from blazeproto.gemm import Sizes
 from scripts.bench import fp8_peers, fp8_tables
+from scripts.bench.timing import Machine
 
 SHAPE = Sizes(128, 256, 128, 4, 2)
+CPU = Machine("cpu", 1)
 
 
 def test_each_expert_has_as_many_rows() -> None:
@@ -22,10 +24,10 @@ def test_each_expert_has_as_many_rows() -> None:
 
 
 def test_what_does_not_run_is_a_reason() -> None:
-    row = fp8_peers.layers(SHAPE, 1, device="cpu")
+    row = fp8_peers.layers(SHAPE, CPU)
     assert row["absent"]["torchao fp8"].startswith("ModuleNotFoundError")
     assert 0.01 < row["off"]["ours fp8"] < 0.2 and row["off"]["torch grouped_mm bf16"] < 0.02
-    assert fp8_peers.deep_gemm(SHAPE, 1)["absent"]["DeepGEMM"].startswith("ModuleNotFoundError")
+    assert fp8_peers.deep_gemm(SHAPE, CPU)["absent"]["DeepGEMM"].startswith("ModuleNotFoundError")
 
 
 def test_a_product_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +45,7 @@ def test_a_product_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> No
     math.per_token_cast_to_fp8 = math.per_block_cast_to_fp8 = cast  # type: ignore[attr-defined]
     for each in (module, math):
         monkeypatch.setitem(sys.modules, each.__name__, each)
-    row = fp8_peers.deep_gemm(SHAPE, 1, device="cpu")
+    row = fp8_peers.deep_gemm(SHAPE, CPU)
     assert row["absent"] == {"DeepGEMM": "RuntimeError: dim == 2 or dim == 3"} and not row["tflops"] and len(calls) == 1
 
 
@@ -55,7 +57,7 @@ def test_torchao_computes_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("torchao.prototype.moe_training.fp8_grouped_mm")
     module._to_fp8_rowwise_then_scaled_grouped_mm = product  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    row = fp8_peers.layers(SHAPE, 1, device="cpu")
+    row = fp8_peers.layers(SHAPE, CPU)
     assert not row["absent"] and row["off"]["torchao fp8"] < 0.02
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,22 +11,10 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers 5.17 or later")
 
 from blazeproto.integrations.transformers import experts_forward, register
-from scripts.bench import integrations, result_tables
-from scripts.bench.timing import KernelTime, Rotation
+from scripts.bench import integrations, result_tables, timing
+from scripts.bench.timing import Machine
 
-QWEN = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "moe_intermediate_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-}
-GPT_OSS = {"hidden_size": 32, "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN, GPT_OSS, CPU = integrations.SMALL_QWEN, integrations.SMALL_GPT_OSS, Machine("cpu", 1)
 
 
 @pytest.fixture
@@ -49,26 +35,22 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name, function in (("grouped_mm", grouped_mm_experts_forward), ("blazeproto", experts_forward)):
         monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, name, watched(name, function))
 
-    def elapsed_ms(call: Callable[[], object], calls: int = 1) -> float:
+    def host_ms(call: Callable[[], object], rounds: int, calls: int) -> float:
         call()
         return {"grouped_mm": 3.0, "blazeproto": 2.0}[order[-1]]
 
-    def times_of(calls: dict[str, Rotation], rounds: int) -> dict[str, KernelTime]:
-        return {name: KernelTime(elapsed_ms(call), 9.0) for name, call in calls.items()}
-
-    def allocated(call: Callable[[], object]) -> int:
+    def allocated(machine: Machine, call: Callable[[], object]) -> int:
         call()
         return {"grouped_mm": 40, "blazeproto": 30}[order[-1]] << 20
 
-    monkeypatch.setattr(integrations, "elapsed_ms", elapsed_ms)
-    monkeypatch.setattr(integrations, "times_of", times_of)
-    monkeypatch.setattr(integrations, "most_allocated", allocated)
-    monkeypatch.setattr(integrations, "peak_bytes", allocated)
+    monkeypatch.setattr(integrations, "host_ms", host_ms)
+    monkeypatch.setattr(timing, "host_ms", host_ms)
+    monkeypatch.setattr(Machine, "peak_bytes", allocated)
     return order
 
 
 def test_a_training_step_is_timed_in_turn(ran: list[str]) -> None:
-    row = integrations.measure_qwen(sizes=QWEN, batch=(2, 16), rounds=3, device="cpu")
+    row = integrations.measure_qwen(QWEN, Machine("cpu", 3))
     layers, turns = QWEN["num_hidden_layers"], integrations.WARM_UPS + 3
     compared = ["grouped_mm"] * layers + ["grouped_mm", "blazeproto"] * layers
     assert ran == compared + (["grouped_mm"] * layers + ["blazeproto"] * layers) * turns
@@ -80,10 +62,10 @@ def test_a_training_step_is_timed_in_turn(ran: list[str]) -> None:
     assert {name: len(each) for name, each in row["losses"].items()} == dict.fromkeys(integrations.IMPLEMENTATIONS, 5)
     losses = [loss for pair in zip(*row["losses"].values(), strict=True) for loss in pair]
     assert losses[-1] < losses[0], "it trains"
-    claims = integrations.claims_of_qwen(row)
-    assert all(claims.values()) and "qwen: 1.500 x as fast" in next(iter(claims))
+    bounds = [*integrations.bounds({"parts": {"qwen": row, "gpt_oss": row}})]
+    assert all(holds for _, holds in bounds) and "qwen: 1.500 x as fast" in bounds[0][0] and len(bounds) == 3
     slow = row | {"ms": {"grouped_mm": 3.0, "blazeproto": 2.3}, "peak_MiB": {"grouped_mm": 40, "blazeproto": 35}}
-    assert not any(integrations.claims_of_qwen(slow).values())
+    assert not any(holds for _, holds in integrations.bounds({"parts": {"qwen": slow, "gpt_oss": slow}}))
 
 
 def zeros(experts: Any, *inputs: Any) -> torch.Tensor:
@@ -111,20 +93,18 @@ def test_other_experts_of_a_model_are_refused(
 
     monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "blazeproto", wrong)
     with pytest.raises(RuntimeError, match=f"compute different experts: .*{what}"):
-        integrations.measure_qwen(sizes=QWEN, batch=(2, 16), rounds=1, device="cpu")
+        integrations.measure_qwen(QWEN, CPU)
 
 
 def test_experts_are_timed_in_turn(ran: list[str]) -> None:
-    row = integrations.measure_gpt_oss(sizes=GPT_OSS, tokens=40, rounds=1, device="cpu")
+    row = integrations.measure_gpt_oss(GPT_OSS, CPU)
     assert ran == ["grouped_mm", "blazeproto"] * 3
     assert row["ms"] == {"grouped_mm": 3.0, "blazeproto": 2.0}
     assert set(row["difference"]) == {"out", "x", "scores", "gate_up_proj", "down_proj"}
-    assert all(integrations.claims_of_gpt_oss(row).values())
-    assert not any(integrations.claims_of_gpt_oss(row | {"ms": {"grouped_mm": 2.7, "blazeproto": 2.0}}).values())
 
 
 def test_no_leaf_has_a_gradient_before_a_backward(ran: list[str]) -> None:
-    program = integrations.gpt_oss(GPT_OSS, 40, "cpu")
+    program = integrations.gpt_oss(GPT_OSS, "cpu")
     call = program.call("blazeproto")
     first = {name: tensor.clone() for name, tensor in call().items()}
     assert all(torch.equal(first[name], again) for name, again in call().items()), "gradients were added up"
@@ -140,30 +120,12 @@ def test_other_experts_are_refused(ran: list[str], monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "blazeproto", halved)
     with pytest.raises(RuntimeError, match="compute different experts"):
-        integrations.measure_gpt_oss(sizes=GPT_OSS, tokens=40, rounds=1, device="cpu")
+        integrations.measure_gpt_oss(GPT_OSS, CPU)
 
 
-def test_parts_that_are_not_asked_for_stay(
-    ran: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "integrations.json"
+def test_the_table() -> None:
+    row = {"ms": {"grouped_mm": 3.0, "blazeproto": 2.0}, "peak_MiB": {"grouped_mm": 4.0, "blazeproto": 3.0}}
     then = {"gpu": "a GPU", "measured": "then", "versions": "torch 2.11.0"}
-    file.write_text(json.dumps({"parts": {name: {"ms": {}, "of": then} for name in ("qwen", "gpt_oss")}}))
-    monkeypatch.setattr(integrations, "need_hopper", lambda: None)
-    row = {"cfg": {}, "ms": {"grouped_mm": 3.0, "blazeproto": 2.0}, "peak_MiB": {"grouped_mm": 4.0, "blazeproto": 3.0}}
-
-    def measure(rounds: int) -> dict[str, Any]:
-        return row | {"rounds": rounds}
-
-    part = integrations.Part(measure, integrations.claims_of_gpt_oss)
-    monkeypatch.setitem(integrations.PARTS, "gpt_oss", part)
-    monkeypatch.setattr("sys.argv", ["", "--parts", "gpt_oss", "--rounds", "2", "--out", str(file)])
-    integrations.main()
-    record = json.loads(file.read_text())
-    assert record["parts"]["qwen"] == {"ms": {}, "of": then}
-    assert record["parts"]["gpt_oss"]["rounds"] == 2 and record["parts"]["gpt_oss"]["of"]["measured"].endswith("UTC")
-    assert record["sources_sha256"] and record["protocol"].startswith("qwen: a whole training step")
-    assert "holds  gpt_oss: 1.500 x as fast as grouped_mm, at least 1.4" in capsys.readouterr().out
     gpt_oss = row | {"of": then | {"kernels": []}}
     table = result_tables.integrations_table({"parts": {"qwen": row | {"of": then}, "gpt_oss": gpt_oss}})
     assert "| gpt-oss's experts, forward + backward | 2.00 | 3.00 | 1.50 | 0.75 |" in table

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -18,16 +19,14 @@ from torch import Tensor
 
 from blazeproto import cost
 from blazeproto.gemm import Sizes
-from scripts.bench import common, headline_tables, peers, plot_results, result_tables
+from scripts.bench import common, headline_tables, peers, plot_results, result_tables, running, timing
 from scripts.bench.identity import earlier
 from scripts.bench.models import __main__ as models
-from scripts.bench.models import apart, items, layers, megablocks, programs, shapes, tables, trained
-from scripts.bench.models.items import SMALL
-from scripts.bench.paper import running
+from scripts.bench.models import apart, layers, megablocks, programs, shapes, tables
+from scripts.bench.models.__main__ import SMALL
 from scripts.bench.paper.layers import Case
-from scripts.bench.paper.machine import Machine
-from scripts.bench.peers.modules import router_weight
-from scripts.bench.timing import KernelTime, relative_difference
+from scripts.bench.peers import modules
+from scripts.bench.timing import KernelTime, Machine, relative_difference
 
 CPU = Machine("cpu", 1, ())
 
@@ -35,29 +34,15 @@ CPU = Machine("cpu", 1, ())
 pytestmark = pytest.mark.costly_fixture
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def measured(short_form: Callable[[str], Path]) -> Path:
     """The files of all short forms, in a folder of results."""
-    folder = tmp_path_factory.mktemp("results") / "h200" / "models"
-    models.main(["all", "--cpu", "--out", str(folder)])
-    return folder
+    return short_form("models.__main__") / "models"
 
 
 def record_of(folder: Path, name: str) -> dict[str, Any]:
     found: dict[str, Any] = common.read_json(folder / f"{name}.json")
     return found
-
-
-def test_every_short_form_measures_its_cases(measured: Path) -> None:
-    for name, item in items.ITEMS.items():
-        record = record_of(measured, name)
-        assert "failed" not in record
-        keys = [case.key for case in item.short]
-        assert [{key: row[key] for key in keys[0]} for row in record["rows"]] == keys
-        for row in record["rows"]:
-            assert not earlier(row), "a row of today's benchmark"
-            assert {"gpu", "measured", "versions", "kernels", "protocol", "version"} <= row["of"].keys()
-        assert record["protocol"].startswith("Whole layers in bf16")
 
 
 def test_the_pages_are_made_of_the_files(measured: Path) -> None:
@@ -94,23 +79,24 @@ def test_the_models() -> None:
 
 def test_transformers_block_computes_our_layer() -> None:
     inputs = peers.make_inputs(SMALL, device="cpu")
-    weight = router_weight(SMALL, inputs)
-    ours, theirs = (programs.BUILDS[name](SMALL, inputs, weight) for name in ("blazeproto", "grouped_mm"))
+    ours, theirs = (programs.BUILDS[name](SMALL, inputs) for name in ("blazeproto", "grouped_mm"))
     for program in (ours, theirs):
         program.forward_backward()
-    found = layers.agreement(ours, theirs)
+    found = modules.agreement(ours, theirs)
     assert max(found[name] for name in ("router", "up", "down", "router_by_loss")) < 0.1
-    assert layers.same_outputs(ours, theirs)["median_out"] < 0.02
+    assert modules.agreement(ours, theirs, weights=False)["median_out"] < 0.02
     assert all(leaf.grad is None for leaf in (ours.x, *ours.module.parameters())), "a step leaves no gradients"
     assert ours.module.down_proj.data_ptr() == theirs.module.experts.down_proj.data_ptr()  # type: ignore[union-attr]
     theirs.module.experts.down_proj = torch.nn.Parameter(-inputs.down_proj.detach())  # type: ignore[union-attr]
     with pytest.raises(RuntimeError, match="compute different layers"):
-        layers.same_outputs(ours, theirs)
+        modules.agreement(ours, theirs, weights=False)
 
 
 def test_a_program_that_computes_something_else_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(shape: Sizes, inputs: peers.LayerInputs, weight: Tensor) -> programs.ModuleProgram:
-        return programs.ours(shape, inputs, 2 * weight)
+    def wrong(shape: Sizes, inputs: peers.LayerInputs) -> modules.ModuleProgram:
+        made = modules.ours(shape, inputs)
+        made.module.router.weight.data *= 2  # type: ignore[union-attr]
+        return made
 
     monkeypatch.setitem(programs.BUILDS, "sonic", wrong)
     row = layers.models(Case(SMALL, label="small"), replace(CPU, peers=("sonic", "grouped_mm")))
@@ -219,7 +205,7 @@ def test_sonicmoe_by_process_is_made_in_bf16_of_our_weights(monkeypatch: pytest.
     assert torch.get_default_dtype() == torch.float32
     assert apart.differences(made, ours)["out"] < 0.02
     inputs = peers.make_inputs(SMALL, device="cpu")
-    program = apart.in_bf16(programs.BUILDS["sonic"], SMALL, inputs, router_weight(SMALL, inputs))
+    program = apart.in_bf16(programs.BUILDS["sonic"], SMALL, inputs)
     assert program.grad_loss.dtype == torch.float32 and float(program.grad_loss) == pytest.approx(0.01)
 
 
@@ -236,8 +222,8 @@ def test_other_libraries_are_for_those_that_want_them(monkeypatch: pytest.Monkey
 
 def test_nobody_computes_a_loss_for_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = peers.make_inputs(SMALL, device="cpu")
-    weight = router_weight(SMALL, inputs)
-    made = {name: layers.on_each(name, SMALL, [inputs], weight)[0] for name in ("blazeproto", "grouped_mm")}
+    made = {name: programs.BUILDS[name](SMALL, inputs) for name in ("blazeproto", "grouped_mm")}
+    layers.without_loss([*made.values()])
     monkeypatch.setattr("transformers.models.qwen3_moe.modeling_qwen3_moe.load_balancing_loss_func", None)
     ours, theirs = (program.forward() for program in made.values())
     assert not ours[1] and not theirs[1] and relative_difference(theirs[0], ours[0]) < 0.02
@@ -247,14 +233,14 @@ def test_on_a_gpu_kernels_are_timed_in_turn_part_by_part(monkeypatch: pytest.Mon
     seen: list[tuple[Any, ...]] = []
 
     def times_of(calls: dict[str, Any], rounds: int) -> dict[str, KernelTime]:
-        seen.append((*calls, rounds, [len(call) for call in calls.values()]))
+        seen.append((*calls, rounds))
         return {name: KernelTime(1.0 + place, 3.0, (1.0, 2.0)) for place, name in enumerate(calls)}
 
-    monkeypatch.setattr(programs.module, "times_of", times_of)
+    monkeypatch.setattr(timing, "long_bursts", times_of)
     monkeypatch.setattr(Machine, "peak_bytes", lambda _, call: call() << 20)
     made = {"ours": {"fwd": lambda: 1, "fwdbwd": lambda: 5}, "theirs": {"fwd": lambda: 1, "fwdbwd": lambda: 9}}
     found = programs.figures(made, replace(CPU, device="cuda", rounds=5))
-    assert seen == [("ours", "theirs", 5, [1, 1])] * 2
+    assert seen == [("ours", "theirs", 5)] * 2
     assert found["theirs"]["fwdbwd_ms"] == 2.0 and found["theirs"]["peak_MiB"] == 9.0
     assert found["ours"]["fwd_sum_ms"] == 3.0 and found["ours"]["fwdbwd_rounds_ms"] == [1.0, 2.0]
 
@@ -280,13 +266,6 @@ def test_processes_take_turns_and_their_kernels_are_the_row_s(monkeypatch: pytes
     assert row["programs"]["blazeproto"] == {"fwd_rounds_ms": [3.0, 4.0, 5.0, 6.0], "fwd_ms": 4.5, "peak_MiB": 5.0}
     ran.clear()
     assert apart.measure_apart(("blazeproto", "liger"), SMALL, gpu, alone=False)["programs"] == {} and ran == ["liger"]
-
-    def measure(case: Case, machine: Machine) -> dict[str, Any]:
-        return case.key | apart.measure_apart(("blazeproto", "sonic"), case.shape, machine)
-
-    monkeypatch.setattr(running, "stamped", lambda measure, *given: measure(*given) | {"of": {"kernels": ["ours"]}})
-    made = running.measured(items.Item(measure, (), ()), Case(SMALL), gpu)
-    assert made["of"]["kernels"] == ["identity of blazeproto", "identity of sonic", "ours"] and "launched" not in made
 
 
 def test_layers_that_do_not_fit_have_their_own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,13 +384,14 @@ def test_figure_10_has_errors_and_what_is_printed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(megablocks, "time_of", lambda call, calls, machine: 2.0 if calls == 2 else next(times))
     times = iter([1.0, 2.0, 10.0, 1.2, 2.0, 30.0])
     gpu_like = replace(CPU, rounds=2)
-    row = megablocks.figure_10(Case(SMALL._replace(E=2, K=1, halves=1), "gelu"), gpu_like)
+    case = Case(SMALL._replace(E=2, K=1, halves=1), "gelu")
+    row = case.key | megablocks.figure_10(case, gpu_like)
     assert row["programs"]["blazeproto"]["fwd_ms"] == pytest.approx(1.1)
     assert row["programs"]["sequential"] == {"fwd_ms": 20.0, "deviation_ms": 14.14214, "rounds_ms": [10.0, 30.0]}
     cells = [cell(row | {"of": {}}) for _, cell in tables.SHOWN["figure_10"].columns([row])]
     assert cells == ["2", "1.100 ± 0.141", "2.000 ± 0.000", "20.000 ± 14.142", "10.00", "1.15", "18.18"]
-    assert [case.shape.E for case in items.ITEMS["figure_10"].cases] == [2, 4, 8, 16, 32, 64, 128]
-    assert items.ITEMS["figure_10"].rounds == 5
+    assert [case.shape.E for case in models.ITEMS["figure_10"].cases] == [2, 4, 8, 16, 32, 64, 128]
+    assert models.ITEMS["figure_10"].rounds == 5
 
 
 def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
@@ -426,19 +406,19 @@ def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
 
 
 def test_widths_have_as_many_operations_and_weights() -> None:
-    cases = items.ITEMS["ratios"].cases
+    cases = models.ITEMS["ratios"].cases
     assert [case.label for case in cases] == ["0.125", "0.25", "0.5", "1", "2", "4"]
     assert len({cost.layer_operations(case.shape) for case in cases}) == 1
     assert len({case.shape.E * case.shape.n for case in cases}) == 1
 
 
 def test_the_exponent_of_loads_and_ids_of_an_exponent() -> None:
-    assert trained.exponent_of([8 * rank**-0.7 for rank in range(1, 9)] + [0.0]) == pytest.approx(0.7, abs=1e-3)
-    assert trained.exponent_of([5.0, 0.0]) == 0.0
+    assert layers.exponent_of([8 * rank**-0.7 for rank in range(1, 9)] + [0.0]) == pytest.approx(0.7, abs=1e-3)
+    assert layers.exponent_of([5.0, 0.0]) == 0.0
     shape = SMALL._replace(T=20000, E=16)
-    ids = trained.zipf(shape._replace(K=1), 0.7, "cpu")
-    assert trained.exponent_of(torch.bincount(ids.flatten()).tolist()) == pytest.approx(0.7, abs=0.05)
-    assert trained.zipf(shape, 1.2, "cpu").sort(dim=1).values.diff(dim=1).gt(0).all()
+    ids = layers.zipf(shape._replace(K=1), 0.7, "cpu")
+    assert layers.exponent_of(torch.bincount(ids.flatten()).tolist()) == pytest.approx(0.7, abs=0.05)
+    assert layers.zipf(shape, 1.2, "cpu").sort(dim=1).values.diff(dim=1).gt(0).all()
 
 
 def test_one_expert_has_every_token() -> None:
@@ -447,28 +427,19 @@ def test_one_expert_has_every_token() -> None:
         assert (ids[:, 0] == 0).all() and ids.sort(dim=1).values.diff(dim=1).gt(0).all() and ids.max() < shape.E
 
 
-def test_an_item_leaves_time_for_those_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, float] = {}
-    monkeypatch.setattr(running, "run", lambda name, item, *rest: given.setdefault(name, rest[3]))
-    models.main(["all", "--cpu", "--time-budget", "1000"])
-    after = sum(item.seconds for item in items.ITEMS.values())
-    assert given["layers"] == pytest.approx(1000 - after, abs=1) and given["quack"] == pytest.approx(1000, abs=1)
-    assert [*given] == [*items.ITEMS]
-
-
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
 def test_every_item_runs_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small cases, with the kernels; peers may be absent. Left out: items whose programs have a process each, slow to start."""
-    wanted = {name: item for name, item in items.ITEMS.items() if name not in ("liger", "quack")}
+    wanted = {name: item for name, item in models.ITEMS.items() if name not in ("liger", "quack")}
     small = {name: replace(item, cases=item.short) for name, item in wanted.items()}
-    monkeypatch.setattr(models, "ITEMS", small)
     monkeypatch.setitem(megablocks.LEAST, "cuda", 1)
     monkeypatch.setitem(megablocks.MOST, "cuda", 2)
-    monkeypatch.setitem(trained.STEPS, "cuda", 4)
-    models.main(["all", "--peers", "grouped_mm,torch_grouped", "--rounds", "2", "--out", str(tmp_path)])
+    monkeypatch.setitem(layers.STEPS, "cuda", 4)
+    words = ["all", "--peers", "grouped_mm,torch_grouped", "--rounds", "2", "--out", str(tmp_path)]
+    running.run(replace(models.BENCH, items=small), words)
     for name in small:
-        record = record_of(tmp_path, name)
+        record = record_of(tmp_path / "models", name)
         assert "failed" not in record and len(record["rows"]) == len(small[name].short)
         ours = [row for row in record["rows"] if row.get("system") not in ("dropping", "sequential")]
         assert all(row["of"]["kernels"] or row.get("absent") for row in ours)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.machinery
-import json
 import math
 import os
 import sys
@@ -19,14 +18,17 @@ from torch import Tensor, nn
 
 from blazeproto.autograd import private
 from blazeproto.gemm import Sizes
-from scripts.bench import common, module, module_tables, router, timing
+from scripts.bench import common, module, module_tables, peers, router, running, timing
 from scripts.bench.common import cfg_of
-from scripts.bench.peers import modules, sonic
-from scripts.bench.timing import KernelTime
+from scripts.bench.peers import layers, modules
+from scripts.bench.timing import KernelTime, Machine
 
 SMALL = Sizes(64, 32, 16, 8, 2)
 OF = {"gpu": "a GPU", "measured": "a day", "versions": "torch 2.11.0", "kernels": []}
-EARLIER = {"gpu": "a GPU", "measured": "the day before", "versions": "torch 2.11.0"}
+
+
+def built(sets: int = 1) -> dict[str, list[Any]]:
+    return module.build_programs(SMALL, [peers.make_inputs(SMALL, seed=seed, device="cpu") for seed in range(sets)])[0]
 
 
 class SonicMoE(nn.Module):
@@ -73,10 +75,10 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("stub")
 def test_both_modules_compute_the_same_layer() -> None:
-    programs, absent = module.build_programs(SMALL, ["ours", "router", "sonic"], sets=2, device="cpu")
-    assert not absent and [len(each) for each in programs.values()] == [2, 2, 2]
+    programs = built(sets=2)
+    assert [*programs] == ["ours", "router", "sonic"] and [len(each) for each in programs.values()] == [2, 2, 2]
     ours, sonic = programs["ours"][1], programs["sonic"][1]
-    found = module.agreement(ours, sonic)
+    found = modules.agreement(ours, sonic)
     assert found["median_out"] < 0.01 and found["other_experts"] < 0.1
     assert max(found[name] for name in ("router", "up", "down", "router_by_loss")) < 0.1
     # The auxiliary loss comes back, in both with its coefficient: of zeros as the output's gradient nothing else does.
@@ -100,7 +102,7 @@ def loss_gradient(program: Any, coefficient: float) -> Tensor:
 @pytest.mark.parametrize("weight", ["router", "up", "down", "router_by_loss"])
 def test_a_weight_s_gradient_that_differs_is_refused(weight: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs and gradients of x agree all the while."""
-    programs, _ = module.build_programs(SMALL, ["ours", "sonic"], sets=1, device="cpu")
+    programs = built()
     ours, sonic = programs["ours"][0], programs["sonic"][0]
     gradients = modules.ModuleProgram.weight_gradients
 
@@ -110,23 +112,22 @@ def test_a_weight_s_gradient_that_differs_is_refused(weight: str, monkeypatch: p
 
     monkeypatch.setattr(modules.ModuleProgram, "weight_gradients", wrong)
     with pytest.raises(RuntimeError, match=f"compute different layers: {weight} of"):
-        module.agreement(ours, sonic)
+        modules.agreement(ours, sonic)
 
 
 @pytest.mark.usefixtures("stub")
 def test_outputs_that_differ_by_a_tenth_are_refused() -> None:
-    programs, _ = module.build_programs(SMALL, ["ours", "sonic"], sets=1, device="cpu")
+    programs = built()
     ours, sonic = programs["ours"][0], programs["sonic"][0]
     with torch.no_grad():
         sonic.module.c_proj.weight *= 1.1
     with pytest.raises(RuntimeError, match="compute different layers: median_out, median_x_grad"):
-        module.agreement(ours, sonic)
+        modules.agreement(ours, sonic)
 
 
 @pytest.mark.usefixtures("stub")
 def test_no_leaf_has_a_gradient_before_a_backward() -> None:
-    programs, _ = module.build_programs(SMALL, ["ours", "router", "sonic"], sets=1, device="cpu")
-    for (program,) in programs.values():
+    for (program,) in built().values():
         first = program.forward_backward()[1].clone()
         assert torch.equal(program.forward_backward()[1], first), "gradients were added up"
         program.clear()
@@ -135,62 +136,56 @@ def test_no_leaf_has_a_gradient_before_a_backward() -> None:
 
 @pytest.mark.usefixtures("stub")
 def test_another_layer_is_refused() -> None:
-    programs, _ = module.build_programs(SMALL, ["ours", "sonic"], sets=1, device="cpu")
+    programs = built()
     sonic = programs["sonic"][0]
     with torch.no_grad():
         weight = sonic.module.c_fc.weight  # gate rows, then up rows: not what SonicMoE reads
         weight.copy_(torch.cat([weight[:, ::2], weight[:, 1::2]], dim=1))
     with pytest.raises(RuntimeError, match="the programs compute different layers"):
-        module.agreement(programs["ours"][0], sonic)
+        modules.agreement(programs["ours"][0], sonic)
 
 
 def test_gate_and_up_are_put_in_turn_and_back() -> None:
     weight = torch.arange(2 * 6 * 4.0).view(2, 6, 4)
-    turned = sonic.interleave_gate_up(weight)
+    turned = layers.interleave_gate_up(weight)
     assert torch.equal(turned[:, ::2], weight[:, :3]) and torch.equal(turned[:, 1::2], weight[:, 3:])
     for lies in (turned, turned.permute(1, 2, 0).contiguous().permute(2, 0, 1)):
-        assert torch.equal(sonic.gate_then_up(lies), weight)
-
-
-def test_without_sonic_ours_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sonicmoe", None)
-    programs, absent = module.build_programs(SMALL, ["ours", "router", "sonic"], sets=1, device="cpu")
-    assert set(programs) == {"ours", "router"} and absent["sonic"].startswith("ModuleNotFoundError")
+        assert torch.equal(layers.gate_then_up(lies), weight)
 
 
 @pytest.mark.usefixtures("stub")
-def test_a_row_has_the_times_of_all_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    def kernel_times(calls: dict[str, timing.Rotation], rounds: int, **_: Any) -> dict[str, KernelTime]:
-        for call in calls.values():
-            call()
-        return {name: KernelTime(2.0 + rounds, 3.0, (6.5, 7.5)) for name in calls}
+def test_a_row_has_the_times_of_all_three() -> None:
+    (row,) = running.measured(module.measure, {"cfg": cfg_of(SMALL)}, SMALL, Machine("cpu", 2))
+    parts = [f"{name}_{part}_ms" for name in ("ours", "sonic", "router") for part in ("fwd", "fwdbwd")]
+    assert all(row[name] > 0 and len(row[name.replace("_ms", "_rounds_ms")]) == 1 for name in parts)
+    assert row["ours_fwdbwd_gpu_ms"] > 0 and row["sonic_fwd_gpu_ms"] > 0 and row["gpu_fwdbwd_method"] == "clock"
+    assert "router_fwd_gpu_ms" not in row and row["sonic_peak_fwdbwd_MiB"] > 0 and row["rounds"] == 2
+    assert 0 <= row["floor_fwd_ms"] <= row["floor_fwdbwd_ms"] and row["difference"]["median_out"] < 0.01
+    assert module_tables.bounds(row)["time"] is not None
+
+
+def test_what_can_not_be_captured_is_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its first kernel to its last, so that the gaps count; both sides of a ratio alike."""
 
     def captured(call: Any, pool: Any) -> Any:
-        raise RuntimeError("synchronises")
+        if call is refuses:
+            raise RuntimeError("synchronises")
+        return call
 
-    def interleaved_ms(calls: dict[str, Any], rounds: int, warmups: int = 5, *, queued: bool) -> dict[str, float]:
-        return {name: 4.0 for name in calls if queued}
+    def refuses() -> None: ...
+
+    def interleaved_ms(calls: dict[str, Any], *given: object, queued: bool, **options: Any) -> dict[str, float]:
+        assert queued
+        return dict.fromkeys(calls, 4.0)
 
     monkeypatch.setattr(timing, "captured", captured)
-    monkeypatch.setattr(timing, "interleaved_ms", interleaved_ms)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    build = module.build_programs
-    monkeypatch.setattr(module, "build_programs", lambda *words: build(*words, device="cpu"))
-    monkeypatch.setattr(module, "input_sets", lambda shape: 1)
-    monkeypatch.setattr(module, "kernel_times", kernel_times)
-    monkeypatch.setattr(module, "peak_bytes", lambda call: 2**20 * len(call()))
-    row = module.row_of(SMALL, ["ours", "router", "sonic"], rounds=5)
-    fields = {f"{name}_{part}_ms" for name in ("ours", "sonic", "router", "floor") for part in ("fwd", "fwdbwd")}
-    assert fields <= row.keys() and row["cfg"] == cfg_of(SMALL)
-    assert row["ours_peak_fwdbwd_MiB"] == row["sonic_peak_fwdbwd_MiB"] == 2.0
-    assert (
-        row["ours_fwdbwd_ms"] == 7.0 and row["ours_fwdbwd_sum_ms"] == 3.0 and row["sonic_fwd_rounds_ms"] == [6.5, 7.5]
-    )
-    assert row["ours_fwdbwd_gpu_ms"] == row["sonic_fwdbwd_gpu_ms"] == 4.0 and row["gpu_fwdbwd_method"] == "events"
-    assert row["not_captured_fwd"] == dict.fromkeys(("ours", "sonic"), "RuntimeError: synchronises")
-    assert row["rounds"] == 5
-    assert 0 <= row["floor_fwd_ms"] <= row["floor_fwdbwd_ms"]
-    module.print_verdicts({"rows": [row | {"of": OF}]})
+    monkeypatch.setattr(timing, "interleaved_ms", interleaved_ms)
+    found = Machine("cuda", 5).times({"ours": dict, "theirs": refuses}, ["ours", "theirs"], gaps=True)
+    assert found.ms == {"ours": 4.0, "theirs": 4.0} and found.method == {"ours": "events", "theirs": "events"}
+    assert found.refused == {"theirs": "RuntimeError: synchronises"}
+    found = Machine("cuda", 5).times({"ours": dict, "theirs": refuses}, ["ours"], gaps=True)
+    assert found.method == {"ours": "graph", "theirs": "events"}
 
 
 # ------------------------------------------------------------------------------------------------------------- bounds
@@ -205,14 +200,10 @@ def measured(shape: Sizes, ratio: float, peak: float = 1.0, saved: int = 0) -> d
 
 
 def test_the_shapes_and_which_may_be_close() -> None:
-    assert len(module.MODULE_SHAPES) == 30 and set(module.QUICK_SHAPES) <= set(module.MODULE_SHAPES)
+    assert len(common.MODULE_SHAPES) == 30 and set(module.QUICK_SHAPES) <= set(common.MODULE_SHAPES)
     close = {(24576, 1536, 256, 128, 8), (32768, 4096, 1024, 64, 4), (8192, 4096, 1536, 256, 6)}
     close |= {(16384, 5120, 1536, 160, 6)}
     assert {shape[:5] for shape in module_tables.CLOSE_SHAPES} == close
-    assert module.arguments(["--configs", "24-30"]).configs == list(module.EXTRA_SHAPES)
-    assert module.arguments(["--only-ours"]).out.name == module.arguments(["--quick"]).out.name == "module-quick.json"
-    with pytest.raises(SystemExit):
-        module.arguments(["--configs", "31"])
 
 
 @pytest.mark.parametrize(("number", "ratio", "holds"), [(0, 1.05, True), (0, 1.0499, False), (3, 1.03, True)])
@@ -234,58 +225,19 @@ def test_what_a_router_may_save() -> None:
     assert 0 <= module.router_saves(shape) - 32768 * (2 * 2048 + 4 * 128 + 8 * 8) < 20_000
 
 
-def test_the_mean_is_of_the_large_shapes_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_mean_is_of_the_large_shapes_alone() -> None:
     rows = [measured(shape, 1.08) for shape in common.SHAPES[:18]] + [measured(common.SHAPES[20], 5.0)]
     assert module_tables.mean_of_large(rows) == (pytest.approx(1.08), 18)
-    module.print_verdicts(common.provenance() | {"rows": rows})
-    printed = capsys.readouterr().out
-    assert printed.count("holds  ") == 4 and "FAILS" not in printed
-    module.print_verdicts(common.provenance() | {"rows": rows[:17]})  # one of the 18 is missing
-    assert "FAILS  geometric mean of SonicMoE's time over ours, 17 of 18" in capsys.readouterr().out
+    assert [holds for _, holds in module.bounds({"rows": rows})] == [True] * 4
+    said, holds = module.bounds({"rows": rows[:17]})[-1]  # one of the 18 is missing
+    assert not holds and said.startswith("geometric mean of SonicMoE's time over ours, 17 of 18")
     assert math.isnan(module_tables.mean_of_large([])[0])
-
-
-def test_one_shape_measured_again_keeps_the_others() -> None:
-    rows = [measured(shape, 1.1) for shape in (module.EXTRA_SHAPES[0], common.SHAPES[2])]
-    again = common.with_row(rows, measured(module.EXTRA_SHAPES[0], 1.2))
-    assert [row["cfg"]["T"] for row in again] == [40960, 16384]  # in the order of the shapes
-    assert [module_tables.ratio(row) for row in again] == [1.1, 1.2]
-    names = ["ours", "router", "sonic"]
-    assert not module.wanted(common.SHAPES[2], again, names)
-    assert module.wanted(common.SHAPES[3], again, names)
-    assert module.wanted(common.SHAPES[2], [row | {"of": EARLIER} for row in again], names)
-    without = {name: value for name, value in again[0].items() if not name.startswith("sonic")}
-    assert module.wanted(common.SHAPES[2], [without], names)
-    assert not module.wanted(common.SHAPES[2], [without | {"absent": {"sonic": "an error"}}], names)
-
-
-@pytest.mark.parametrize("resume", [True, False])
-def test_a_run_of_a_part_goes_on_with_the_file(
-    resume: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stub: None
-) -> None:
-    out = tmp_path / "module.json"
-    words = ["module", "--configs", "1-2", "--out", str(out), *(["--resume"] if resume else [])]
-    monkeypatch.setattr(sys, "argv", words)
-    monkeypatch.setattr(module, "need_hopper", lambda: None)
-    ran: list[Sizes] = []
-
-    def measure(shape: Sizes, names: list[str], rounds: int) -> dict[str, Any]:
-        ran.append(shape)
-        return measured(shape, 1.2) | {"difference": {}}
-
-    monkeypatch.setattr(module, "measure", measure)
-    rows = [measured(common.SHAPES[0], 1.1), measured(common.SHAPES[5], 1.3)]
-    out.write_text(json.dumps(common.provenance() | {"rows": rows}))
-    module.main()
-    assert ran == list(common.SHAPES[1:2] if resume else common.SHAPES[:2])
-    ratios = [module_tables.ratio(row) for row in json.loads(out.read_text())["rows"]]
-    assert ratios == [1.1 if resume else 1.2, 1.2, 1.3]
 
 
 def test_what_sonic_compiles_goes_where_it_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("QUACK_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, "elsewhere")
-    module.use_caches(tmp_path)
+    running.use_caches(tmp_path)
     assert os.environ["QUACK_CACHE_DIR"] == str(tmp_path / "quack")
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
 
@@ -390,7 +342,7 @@ def test_what_may_be_chosen_otherwise() -> None:
     assert router.choices(torch.tensor([[2, 1, 0]] * 3), logits)["wrong_tokens"] == 0  # all of them
 
 
-def test_the_router_s_bounds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_router_s_bounds() -> None:
     found = {"logits": 1e-6, "dX": 2e-3, "dW": 1e-5, "dX_of_rounding": 1.01, "load_exact": True, "bit_identical": True}
     found |= {"close_tokens": 5, "other_tokens": 2, "wrong_tokens": 0, "tokens": 1000}
     shape, (forward, both) = next(iter(router.BOUNDS_MS.items()))
@@ -412,5 +364,4 @@ def test_the_router_s_bounds(capsys: pytest.CaptureFixture[str]) -> None:
         assert len(router.failures(row | {"accuracy": {"plain": found | worse, "autocast": found}})) == 1, worse
     rounded = found | {"dW": 2e-3, "dW_of_rounding": 1.0}
     assert router.failures(row | {"accuracy": {"plain": rounded}}) == []
-    router.print_verdicts({"rows": [row | {"of": OF}]})
-    assert "holds  {'T': 32768" in capsys.readouterr().out
+    assert router.bounds({"rows": [row]}) == [(f"{cfg} fp32: all bounds", True)]

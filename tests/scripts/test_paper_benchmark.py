@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,30 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blazeproto import cost
 from blazeproto.gemm import Sizes
 from blazeproto.lab.times import Call
-from scripts.bench import common, peers, plot_results, timing
+from scripts.bench import common, peers, plot_results, running, timing
 from scripts.bench.identity import earlier
 from scripts.bench.paper import __main__ as paper
-from scripts.bench.paper import (
-    cells,
-    items,
-    kernels,
-    layers,
-    machine,
-    moeblaze_tables,
-    printed,
-    programs,
-    sonicmoe_tables,
-    tables,
-)
+from scripts.bench.paper import cells, kernels, layers, moeblaze_tables, printed, sonicmoe_tables, tables
 from scripts.bench.paper.layers import Case
-from scripts.bench.paper.machine import Machine
+from scripts.bench.peers import layers as programs
 from scripts.bench.result_tables import fill
+from scripts.bench.timing import Machine
 
 SMALL = Sizes(48, 32, 16, 4, 2)
 CPU = Machine("cpu", 1, ("torch_grouped",))
@@ -45,14 +33,10 @@ CPU = Machine("cpu", 1, ("torch_grouped",))
 pytestmark = pytest.mark.costly_fixture
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def measured(short_form: Callable[[str], Path]) -> Path:
     """The files of all short forms, where docs/papers.md looks for them beside a folder of results."""
-    results = tmp_path_factory.mktemp("results")
-    (results / "h200").mkdir()
-    folder = results / "h100" / "paper"
-    paper.main(["all", "--cpu", "--out", str(folder)])
-    return folder
+    return short_form("paper.__main__") / "paper"
 
 
 def record_of(folder: Path, name: str) -> dict[str, Any]:
@@ -60,22 +44,9 @@ def record_of(folder: Path, name: str) -> dict[str, Any]:
     return found
 
 
-def test_every_short_form_measures_its_cases(measured: Path) -> None:
-    for name, item in items.ITEMS.items():
-        record = record_of(measured, name)
-        assert "failed" not in record
-        assert [{key: row[key] for key in Case(SMALL).key} for row in record["rows"]] == [
-            case.key for case in item.short
-        ]
-        for row in record["rows"]:
-            assert not earlier(row), "a row of today's benchmark"
-            assert {"gpu", "measured", "versions", "protocol", "version"} <= row["of"].keys()
-        assert record["protocol"].startswith("Layers in bf16")
-
-
 def test_peers_that_are_missing_are_reasons_in_the_row(measured: Path) -> None:
     (row, _) = record_of(measured, "sonicmoe-layers")["rows"]
-    assert row["programs"].keys() | row["absent"].keys() == {"blazeproto", *items.ALL_PEERS}
+    assert row["programs"].keys() | row["absent"].keys() == {"blazeproto", *paper.ALL_PEERS}
     assert "torch_grouped" in row["programs"]
     assert all(each["fwdbwd_ms"] > 0 and each["peak_MiB"] > 0 for each in row["programs"].values())
 
@@ -86,11 +57,6 @@ def test_the_tables_of_the_page_are_made_of_the_files(measured: Path) -> None:
     assert filled.count("Not measured") == 2, "Figure 1's shapes and our kernels are not on a CPU"
     assert filled.count("| 256, 64, 32, 8, 2 |") > 10 and "MegaBlocks (ModuleNotFoundError" in filled
     assert fill(filled, measured.parents[1] / "h200") == filled
-    for shown in tables.SHOWN.values():
-        record = record_of(measured, shown.item)
-        made = tables.terminal(shown, record)
-        assert made.row_count == len(shown.rows(record["rows"]))
-        assert len(made.columns) == len(shown.columns(shown.rows(record["rows"])))
 
 
 def test_the_plots_are_drawn(measured: Path, tmp_path: Path) -> None:
@@ -102,74 +68,33 @@ def test_the_plots_are_drawn(measured: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_every_item_runs_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_item_runs_on_a_gpu(tmp_path: Path) -> None:
     """Its small cases, with the kernels; peers that are not installed are absent."""
-    small = {name: replace(item, cases=item.short) for name, item in items.ITEMS.items()}
-    monkeypatch.setattr(paper, "ITEMS", small)
-    paper.main(["all", "--peers", "torch_grouped,bmm_ub,mb_sparse", "--rounds", "2", "--out", str(tmp_path)])
+    small = {name: replace(item, cases=item.short) for name, item in paper.ITEMS.items()}
+    words = ["all", "--peers", "torch_grouped,bmm_ub,mb_sparse", "--rounds", "2", "--out", str(tmp_path)]
+    running.run(replace(paper.BENCH, items=small), words)
     for name in small:
-        record = record_of(tmp_path, name)
+        record = record_of(tmp_path / "paper", name)
         assert "failed" not in record and len(record["rows"]) == len(small[name].short)
         assert all(row["of"]["kernels"] and not earlier(row) for row in record["rows"])
-    (row,) = record_of(tmp_path, "sonicmoe-kernels")["rows"]
+    (row,) = record_of(tmp_path / "paper", "sonicmoe-kernels")["rows"]
     known = [line for line in tables.SHOWN["kernels"].rows([row]) if line["ms"] > 0]
-    assert {line["kernel"] for line in known} == {name for _, name in kernels.our_kernels(items.SMALL)}
+    assert {line["kernel"] for line in known} == {name for _, name in kernels.our_kernels(paper.SMALL)}
 
 
 def test_a_gpu_is_timed_by_graphs_and_programs_that_are_compared_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     for name in ("gpu_ms", "kernel_times", "interleaved_ms"):
-        monkeypatch.setattr(machine, name, lambda *given, name=name: seen.append((name, *given)) or FOUND)
+        monkeypatch.setattr(timing, name, lambda *given, name=name, **options: seen.append((name, *given)) or FOUND)
     gpu = Machine("cuda", 7, ())
     calls: dict[str, Call] = {"ours": dict, "theirs": dict}
     gpu.times(calls, ("ours", "absent"))
     assert gpu.kernels(calls).ms == {"ours": 2.0}
     gpu.eager(calls)
-    assert seen == [("gpu_ms", calls, ["ours"], 7), ("kernel_times", calls, 7), ("interleaved_ms", calls, 7)]
+    assert seen == [("gpu_ms", calls, ["ours"], 7), ("kernel_times", calls, 7), ("interleaved_ms", calls, 7, 5)]
 
 
 FOUND = {"ours": timing.KernelTime(busy=1.0, total=2.0)}
-
-# --------------------------------------------------------------------------------------------------------- going on
-
-
-def measure_or_stop(case: Case, _: Machine) -> dict[str, Any]:
-    MEASURED.append(case.label)
-    if case.label == STOP_AT[0]:
-        raise KeyboardInterrupt
-    if case.label == "b":
-        raise torch.OutOfMemoryError("no memory")
-    return case.key | {"programs": {}}
-
-
-MEASURED: list[str] = []
-STOP_AT = [""]
-
-
-def test_a_run_that_is_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = tuple(Case(SMALL, label=label) for label in "abcd")
-    monkeypatch.setattr(paper, "ITEMS", {"combine": items.Item(measure_or_stop, cases, cases)})
-    words = ["combine", "--cpu", "--out", str(tmp_path)]
-
-    def run(*more: str, stop_at: str = "") -> tuple[list[str], dict[str, Any]]:
-        MEASURED.clear()
-        STOP_AT[0] = stop_at
-        paper.main([*words, *more])
-        return [*MEASURED], record_of(tmp_path, "combine")
-
-    with pytest.raises(SystemExit) as end:
-        run(stop_at="c")
-    assert end.value.code == 130 and MEASURED == ["a", "b", "c"]
-    assert [row["label"] for row in record_of(tmp_path, "combine")["rows"]] == ["a"]
-    ran, record = run()
-    assert ran == ["b", "c", "d"], "a's row is there; b's is tried again"
-    assert [row["label"] for row in record["rows"]] == ["a", "c", "d"]
-    assert record["failed"] == {str(cases[1]): "OutOfMemoryError: no memory"}
-    assert run()[0] == ["b"] and run("--again")[0] == [*"abcd"]
-    record["rows"][0]["of"]["version"] = 0
-    (tmp_path / "combine.json").write_text(json.dumps(record))
-    assert run()[0] == ["a", "b"], "a's row is of another benchmark"
-    assert run("--time-budget", "0")[0] == []
 
 
 @pytest.mark.parametrize(
@@ -209,8 +134,6 @@ def test_each_step_of_the_ablation_keeps_no_more_than_the_one_before() -> None:
 
 
 def test_megablocks_without_a_gate_has_silu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its own program, which is left as it was."""
-
     class Layer:
         scale = 1.0
 
@@ -233,11 +156,10 @@ def test_megablocks_without_a_gate_has_silu(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "megablocks.layers.arguments", SimpleNamespace(Arguments=SimpleNamespace))
     monkeypatch.setitem(sys.modules, "megablocks.layers.dmoe", SimpleNamespace(ParallelDroplessMLP=Layer))
-    gelu = F.gelu
     case = Case(SMALL._replace(halves=1), "silu")
     beside = Machine("cpu", 1, ("mb_sparse",))
     row = layers.against_megablocks(case, beside)
-    assert row["programs"].keys() == {"blazeproto", "paper", "mb_sparse"} and F.gelu is gelu
+    assert row["programs"].keys() == {"blazeproto", "paper", "mb_sparse"}
     monkeypatch.setattr(Layer, "scale", 1.1)  # what computes something else is left out
     row = layers.against_megablocks(case, beside)
     assert "mb_sparse" not in row["programs"] and "computes something else" in row["absent"]["mb_sparse"]
@@ -361,7 +283,7 @@ def test_tables_2_and_4_are_of_one_layer_at_times_ten_times_apart() -> None:
 
 
 def test_the_cases_are_the_papers() -> None:
-    cases = {name: item.cases for name, item in items.ITEMS.items()}
+    cases = {name: item.cases for name, item in paper.ITEMS.items()}
     assert len(cases["moeblaze-figures"]) == 14 and len(cases["moeblaze-scale"]) == len(printed.SCALE) == 10
     assert {(case.activation, case.shape.T) for case in cases["moeblaze-scale"]} == printed.SCALE.keys()
     assert {(c.shape.d, c.shape.E, c.shape.n) for c in cases["moeblaze-ablation"]} == printed.ABLATION.keys()

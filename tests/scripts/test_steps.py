@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from scripts.bench import peers
 from scripts.bench.common import read_json
 from scripts.bench.markdown import NOT_MEASURED
 from scripts.bench.paper import __main__ as paper
-from scripts.bench.paper import items, programs, steps, steps_tables
+from scripts.bench.paper import layers, steps_tables
+from scripts.bench.peers import layers as programs
 from scripts.bench.plot_results import DOCS
 from scripts.bench.result_tables import fill
 from scripts.bench.timing import relative_difference, saved_bytes
@@ -24,11 +26,9 @@ NAMES = ("waterfall", "policies", "activations")
 SHAPE = Sizes(96, 64, 128, 4, 2)
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("results") / "h200" / "paper"
-    paper.main([*NAMES, "--cpu", "--out", str(folder)])
-    return folder
+@pytest.fixture
+def measured(short_form: Callable[[str], Path]) -> Path:
+    return short_form("paper.__main__") / "paper"
 
 
 def record_of(folder: Path, name: str) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def test_each_step_computes_the_layer_and_keeps_what_it_says() -> None:
     inputs = peers.make_inputs(SHAPE, device="cpu")
     expected = programs.ours(SHAPE, inputs).forward()
     kept = {}
-    for name, build in (("blocks", steps.blocks), ("copies", steps.on_copies)):
+    for name, build in (("blocks", programs.dmoe), ("copies", layers.on_copies)):
         program = build(SHAPE, inputs)
         assert relative_difference(program.forward().detach(), expected) < 0.02
         gradient, _, _, of_scores = program.forward_backward()[1]
@@ -100,9 +100,9 @@ def test_policies_are_predicted_of_the_experts_steps() -> None:
 
 
 def test_cases_go_over_tokens_and_widths() -> None:
-    cases = items.ITEMS["policies"].cases
+    cases = paper.ITEMS["policies"].cases
     for letter in "Tn":
         sizes = [getattr(case.shape, letter) for case in cases if case.label == letter]
         assert sizes == sorted(set(sizes)) and len(sizes) >= 5
-    assert {case.activation for case in items.ITEMS["activations"].cases} == {"silu", "swiglu"}
-    assert all(case.shape.n % 128 == 0 for case in items.ITEMS["waterfall"].cases), "the side of a block"
+    assert {case.activation for case in paper.ITEMS["activations"].cases} == {"silu", "swiglu"}
+    assert all(case.shape.n % 128 == 0 for case in paper.ITEMS["waterfall"].cases), "the side of a block"

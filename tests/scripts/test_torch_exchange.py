@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -74,8 +75,8 @@ def test_rows_go_to_their_groups_and_come_back(experts: int, groups: int) -> Non
 
 @pytest.mark.full
 def test_what_ends_badly_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    reason = ended("scripts.bench.torch_exchange", "--rank", "first")["absent"]
-    assert reason.startswith("error: argument --rank: invalid int value: 'first'")
+    reason = ended("scripts.bench.torch_exchange", "first")["absent"]
+    assert reason.startswith("error: argument spec: invalid loads value: 'first'")
     assert ended("scripts.bench.timing")["absent"].startswith("StopIteration")  # which prints nothing
     monkeypatch.setattr(expert_parallel, "PATIENCE", 0.01)
     assert ended("scripts.bench.torch_exchange", "--help") == {"absent": expert_parallel.SILENT}
@@ -84,7 +85,6 @@ def test_what_ends_badly_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 def test_one_gpu(tmp_path: Path) -> None:
     """Where torch has the operators they are right; where it has not, there is a reason."""
-    made = ended(
-        "scripts.bench.torch_exchange", "--shape", "256,64,32,8,2", "--rounds", "2", "--store", f"{tmp_path}/store"
-    )
+    spec = {"shape": [256, 64, 32, 8, 2], "rounds": 2, "store": f"{tmp_path}/store", "rank": 0, "ranks": 1, "gpu": 0}
+    made = ended("scripts.bench.torch_exchange", json.dumps(spec))
     assert made.get("dispatch_ms", 0) > 0 if "absent" not in made else "differs" not in made["absent"], made

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +14,10 @@ import torch
 
 from blazeproto import gemm
 from blazeproto.gemm import tiles
-from scripts.bench import products, tuning
-from scripts.bench.common import RESULTS, SHAPES, cfg_of, read_json
-from scripts.bench.timing import GpuTimes
+from scripts.bench import products, running, tuning
+from scripts.bench.common import RESULTS, cfg_of, read_json
+from scripts.bench.timing import GpuTimes, Machine
+from scripts.lm.ranks import Ranks
 
 TUNED = [name for name in products.DEFAULT_PRODUCTS if gemm.PRODUCTS[name].tiles]
 
@@ -24,12 +25,12 @@ TUNED = [name for name in products.DEFAULT_PRODUCTS if gemm.PRODUCTS[name].tiles
 @pytest.mark.parametrize("name", TUNED)
 def test_each_candidate_has_a_description_of_its_own(name: str) -> None:
     configs = gemm.candidates(name)
-    assert len({products.describe(config) for config in configs}) == len(configs) > 0
+    assert len({tuning.describe(config) for config in configs}) == len(configs) > 0
 
 
 def test_a_description_tells_all_fields_apart() -> None:
     config = gemm.TileConfig(tile_n=256, stages=4, deferred=True, cluster=2, tickets=True, few_rows=True)
-    assert products.describe(config) == "n256 s4 c2 deferred tickets few_rows"
+    assert tuning.describe(config) == "n256 s4 c2 deferred tickets few_rows"
     changes: list[dict[str, Any]] = [
         {"tile_n": 128},
         {"stages": 2},
@@ -40,11 +41,11 @@ def test_a_description_tells_all_fields_apart() -> None:
     ]
     assert {next(iter(change)) for change in changes} == {field.name for field in dataclasses.fields(config)}
     for change in changes:
-        assert products.describe(dataclasses.replace(config, **change)) != products.describe(config)
+        assert tuning.describe(dataclasses.replace(config, **change)) != tuning.describe(config)
 
 
 def test_tune_times_every_candidate_and_notes_the_one_that_fails(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     name = "down_backward_weight"
     configs = gemm.candidates(name)
@@ -56,24 +57,22 @@ def test_tune_times_every_candidate_and_notes_the_one_that_fails(
             raise RuntimeError("too much shared memory")
         return {"layer": lambda: launched.append(config)}
 
-    def gpu_ms(calls: Mapping[str, products.Call], must_agree: Sequence[str], rounds: int) -> GpuTimes:
+    def times(machine: Machine, calls: Mapping[str, products.Call], together: Sequence[str]) -> GpuTimes:
         return GpuTimes({label: 9.0 - place for place, label in enumerate(calls)}, {}, {})
 
     monkeypatch.setattr(products, "versions", versions)
-    monkeypatch.setattr(products, "Arrays", lambda shape: SimpleNamespace(shape=shape))
-    monkeypatch.setattr(products, "gpu_ms", gpu_ms)
+    monkeypatch.setattr(products, "arrays_of", lambda shape, device: None)
+    monkeypatch.setattr(Machine, "times", times)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    out = tmp_path / "tune.json"
-    words = ["products", "--tune", "--products", f"{name},combine", "--configs", "1", "--out", str(out)]
-    monkeypatch.setattr("sys.argv", words)
-    products.main()
+    monkeypatch.setattr(running, "need_hopper", lambda: None)
+    monkeypatch.setattr(running, "joined", lambda device, timeout: nullcontext(Ranks(torch.device("cpu"))))
+    products.main(["--tune", "--products", f"{name},combine", "--configs", "1", "--out", str(tmp_path)])
 
     assert launched == [config for config in configs if config != configs[1]]
-    (row,) = json.loads(out.read_text())["rows"]
-    assert row["product"] == name and row["cfg"] == cfg_of(SHAPES[0])
-    assert list(row["ms"]) == [products.describe(config) for config in reversed(launched) if config is not None]
-    assert row["failed"] == {products.describe(configs[1]): "RuntimeError: too much shared memory"}
-    assert f"{name} " in capsys.readouterr().out
+    (row,) = json.loads((tmp_path / "tune.json").read_text())["rows"]
+    assert row["product"] == name and row["cfg"] == cfg_of(products.TUNED_SHAPES[0])
+    assert list(row["ms"]) == [tuning.describe(config) for config in reversed(launched) if config is not None]
+    assert row["failed"] == {tuning.describe(configs[1]): "RuntimeError: too much shared memory"}
 
 
 def test_the_table_is_what_the_results_say() -> None:
@@ -81,10 +80,10 @@ def test_the_table_is_what_the_results_say() -> None:
 
 
 def test_the_earliest_candidate_that_none_beats_by_a_hundredth() -> None:
-    plain, second, third, *_ = map(products.describe, gemm.candidates("up_forward"))
+    plain, second, third, *_ = map(tuning.describe, gemm.candidates("up_forward"))
     for times, expected in (((1.0, 0.991, 0.995), plain), ((1.0, 0.989, 0.985), second), ((1.0, 0.99, 0.97), third)):
         ms = dict(reversed([*zip((plain, second, third), times, strict=True)]))
-        assert products.describe(tuning.best("up_forward", ms)) == expected
+        assert tuning.describe(tuning.best("up_forward", ms)) == expected
 
 
 def test_results_that_are_not_there(

@@ -19,20 +19,106 @@ and backward over what was there before, gradients included. Before they are tim
 
 from __future__ import annotations
 
-from scripts.bench.common import RESULTS, folder_of, gpu_name
-from scripts.bench.models.items import ITEMS, PEERS
-from scripts.bench.models.tables import SHOWN
-from scripts.bench.paper.running import options_parser, run_all
-from scripts.command import need_hopper
+from dataclasses import replace
+from functools import partial
+
+from blazeproto.gemm import Sizes
+from scripts.bench.models import layers, megablocks
+from scripts.bench.models.layers import ManyTokens
+from scripts.bench.models.megablocks import SYSTEMS
+from scripts.bench.models.shapes import BY_NAME, MODELS
+from scripts.bench.paper import layers as paper_layers
+from scripts.bench.paper.layers import Case
+from scripts.bench.running import Bench, of_case, run
+from scripts.bench.running import Item as AnyItem
+
+Item = partial(AnyItem, key=of_case, rounds=5)
+PEERS = ("sonic", "grouped_mm", "torch_grouped")
+SMALL = Sizes(64, 32, 128, 4, 2)
+FIGURE_10 = Sizes(16 * 1024, 768, 4 * 768, 2, 1, halves=1)
+EXPERTS = (2, 4, 8, 16, 32, 64, 128)
+FEW = (1, 8, 64, 512)  # tokens
+RATIO = Sizes(16384, 2048, 2048, 32, 4)  # n = d; the other widths have as many operations and weights
 
 
-def main(words: list[str] | None = None) -> None:
-    options = options_parser("models", __doc__, ITEMS, PEERS).parse_args(words)
-    if not options.cpu:
-        need_hopper()
-        options.out = options.out or RESULTS.parent / folder_of(gpu_name()) / "models"
-    run_all(ITEMS, SHOWN, __doc__, options)
+def of(*names: str) -> tuple[Case, ...]:
+    return tuple(Case(BY_NAME[name].sizes, label=name) for name in names)
 
+
+def many(*names: str) -> tuple[Case, ...]:
+    return tuple(ManyTokens(case.shape, label=case.label) for case in of(*names))
+
+
+def systems(model: str) -> tuple[Case, ...]:
+    config = megablocks.SIZES[model]
+    sizes = Sizes(config.context, config.d_model, config.d_expert, config.num_experts, config.top_k)
+    return tuple(ManyTokens(sizes, label=f"{model}, {name}") for name in SYSTEMS)
+
+
+def ratios(shape: Sizes, times: tuple[float, ...]) -> tuple[Case, ...]:
+    """Experts so many times as wide, of which a token has as many fewer."""
+    made = [shape._replace(n=int(shape.n * x), E=int(shape.E / x), K=int(shape.K / x)) for x in times]
+    return tuple(Case(each, label=f"{each.n / each.d:g}") for each in made)
+
+
+ITEMS = {
+    "layers": Item(
+        layers.models,
+        tuple(Case(model.sizes, label=model.name) for model in MODELS),
+        (Case(SMALL, label="small"),),
+        peers=("sonic", "grouped_mm"),
+    ),
+    "figure_10": Item(
+        megablocks.figure_10,
+        tuple(Case(FIGURE_10._replace(E=experts), "gelu") for experts in EXPERTS),
+        tuple(Case(SMALL._replace(E=experts, K=1, halves=1), "gelu") for experts in (2, 4)),
+        seconds=20,
+    ),
+    "choices": Item(
+        layers.choices,
+        many("Qwen3-30B-A3B", "gpt-oss-20b"),
+        (ManyTokens(SMALL._replace(T=256), label="small"),),
+        seconds=15,
+    ),
+    "skew": Item(
+        layers.skew,
+        of("Qwen3-30B-A3B", "Mixtral 8x7B", "Llama 4 Scout"),
+        (Case(SMALL, label="small"),),
+        seconds=35,
+    ),
+    "padding": Item(
+        layers.padding,
+        many("Qwen3-30B-A3B", "Mixtral 8x7B"),
+        (ManyTokens(SMALL, label="small"),),
+        seconds=10,
+    ),
+    "micro_batch": Item(megablocks.micro_batch, systems("dMoE-XS"), systems("small"), rounds=1, seconds=40),
+    "decode": Item(
+        layers.decode,
+        tuple(
+            Case(BY_NAME[name].sizes._replace(T=tokens), label=name)
+            for name in ("Qwen3-30B-A3B", "gpt-oss-20b", "Mixtral 8x7B")
+            for tokens in FEW
+        ),
+        (Case(SMALL._replace(T=2), label="small"),),
+        seconds=25,
+    ),
+    "ratios": Item(
+        paper_layers.against_all,
+        ratios(RATIO, (0.125, 0.25, 0.5, 1, 2, 4)),
+        (Case(SMALL, label="4"),),
+        peers=("torch_grouped",),
+    ),
+    "liger": Item(
+        layers.liger,
+        of("Qwen3-30B-A3B"),
+        (Case(SMALL, label="small"),),
+    ),
+    "quack": Item(layers.quack, of("Qwen3-30B-A3B"), (Case(SMALL, label="small"),)),
+}
+ITEMS = {name: replace(item, file=f"models/{name}") for name, item in ITEMS.items()}
+BENCH = Bench("models", __doc__, ITEMS, peers=PEERS, goes_on=True)
+main = partial(run, BENCH)
 
 if __name__ == "__main__":
     main()

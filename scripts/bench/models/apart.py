@@ -31,12 +31,11 @@ from blazeproto.lab.times import Call
 from scripts.bench import peers
 from scripts.bench.common import REPOSITORY, cfg_of, installed_versions
 from scripts.bench.identity import launched
-from scripts.bench.models.programs import BUILDS, Build, Row, calls_of, figures, step
-from scripts.bench.module import LARGEST_DIFFERENCE, row_differences
-from scripts.bench.paper.machine import Machine
-from scripts.bench.peers import LayerInputs
-from scripts.bench.peers.modules import AUX_LOSS, ModuleProgram, router_weight
-from scripts.bench.peers.sonic import gate_then_up, interleave_gate_up
+from scripts.bench.models.programs import BUILDS, calls_of, figures, step
+from scripts.bench.peers import Build, LayerInputs
+from scripts.bench.peers.layers import gate_then_up, interleave_gate_up
+from scripts.bench.peers.modules import AUX_LOSS, LARGEST_DIFFERENCE, ModuleProgram, row_differences
+from scripts.bench.timing import Machine, Row
 from scripts.command import argument_parser
 
 PASSES = 2  # of each program
@@ -58,22 +57,21 @@ class Made(NamedTuple):
 
 def layer(name: str, shape: Sizes, device: str) -> Made:
     inputs = peers.make_inputs(shape, device=device)
-    weight = router_weight(shape, inputs)
     build = BUILDS[name]
     if name == "sonic":  # copies them in an order of its own; its layer is then all of their size that lies on the GPU
         host = {each: getattr(inputs, each).detach().cpu() for each in ("gate_up_proj", "down_proj")}
         inputs, build = replace(inputs, **host), partial(in_bf16, build)
-    program = build(shape, inputs, weight)
+    program = build(shape, inputs)
     del inputs
     return Made(calls_of(program), dict(zip(("out", "x_grad"), step(program), strict=True)))
 
 
-def in_bf16(build: Build, shape: Sizes, inputs: LayerInputs, weight: Tensor) -> ModuleProgram:
+def in_bf16(build: Build, shape: Sizes, inputs: LayerInputs) -> ModuleProgram:
     """A program whose layer takes its dtype from torch: made in fp32 first, as elsewhere, a large one would not fit."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        program = build(shape, inputs, weight)
+        program: ModuleProgram = build(shape, inputs)
     finally:
         torch.set_default_dtype(before)
     return replace(program, grad_loss=torch.tensor(AUX_LOSS, device=inputs.x.device))

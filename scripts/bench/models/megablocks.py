@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 from collections.abc import Callable
@@ -15,11 +14,10 @@ import torch
 from blazeproto import MoE
 from blazeproto.blocksparse import SequentialMoE, dMoE
 from blazeproto.lab.times import Call, elapsed_ms
+from scripts.bench.common import free_memory
 from scripts.bench.markdown import OURS
-from scripts.bench.models.programs import Row
 from scripts.bench.paper.layers import Case
-from scripts.bench.paper.machine import Machine
-from scripts.bench.timing import host_ms, relative_difference
+from scripts.bench.timing import Machine, Row, host_ms, relative_difference
 from scripts.lm.model import GPT, VOCABULARY
 from scripts.lm.settings import GPTConfig
 
@@ -60,7 +58,7 @@ def figure_10(case: Case, machine: Machine) -> Row:
         deviation = statistics.stdev(rounds) if len(rounds) > 1 else 0.0
         programs[name] = {"fwd_ms": round(statistics.fmean(rounds), 4), "deviation_ms": round(deviation, 5)}
         programs[name]["rounds_ms"] = [round(ms, 4) for ms in rounds]  # type: ignore[assignment]
-    return case.key | {"rounds": machine.rounds, "programs": programs}
+    return {"rounds": machine.rounds, "programs": programs}
 
 
 def time_of(call: Call, calls: int, machine: Machine) -> float:
@@ -95,7 +93,7 @@ def micro_batch(case: Case, machine: Machine) -> Row:
     finally:
         if on_gpu:
             torch.cuda.set_per_process_memory_fraction(1.0)
-    return case.key | {"system": system, "model": name, "micro_batch": largest, "peak_GiB": peaks}
+    return {"system": system, "model": name, "micro_batch": largest, "peak_GiB": peaks}
 
 
 def trained_by(config: GPTConfig, device: str) -> tuple[GPT, torch.optim.Optimizer]:
@@ -116,9 +114,7 @@ def most_sequences(fits: Callable[[int], float], least: int, most: int) -> tuple
         except torch.OutOfMemoryError:
             break
         finally:
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            free_memory()
         sequences, largest = 2 * sequences, sequences
     return largest, peaks
 

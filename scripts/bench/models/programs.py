@@ -13,31 +13,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from blazeproto import MoE
 from blazeproto.gemm import Sizes
-from blazeproto.lab.times import Call, Rotation
-from scripts.bench import cpu, module
+from blazeproto.lab.times import Call
 from scripts.bench.common import MIB
 from scripts.bench.markdown import OURS
-from scripts.bench.paper.machine import Machine
-from scripts.bench.peers import LayerInputs, modules, torch_grouped
-from scripts.bench.peers.modules import AUX_LOSS, ModuleProgram
+from scripts.bench.peers import Build, LayerInputs, layers, modules
+from scripts.bench.peers.modules import AUX_LOSS, ModuleProgram, router_weight
+from scripts.bench.timing import Machine, Row
 
-Row = dict[str, Any]
 Experts = Callable[[Any, Tensor, Tensor, Tensor], Tensor]  # of the block's experts, x, ids (T, K) and scores (T, K)
-PARTS = ("fwd", "fwdbwd")
 
 
-def ours(shape: Sizes, inputs: LayerInputs, weight: Tensor) -> ModuleProgram:
-    """On the weights of ``inputs`` themselves: a second copy of a large layer's would leave no room for a peer."""
-    program = modules.ours(shape, inputs, weight)
-    layer = cast(MoE, program.module)
-    layer.gate_up_proj = nn.Parameter(inputs.gate_up_proj.detach())
-    layer.down_proj = nn.Parameter(inputs.down_proj.detach())
-    return program
-
-
-def block(experts_of: Experts, shape: Sizes, inputs: LayerInputs, weight: Tensor) -> ModuleProgram:
+def block(experts_of: Experts, shape: Sizes, inputs: LayerInputs) -> ModuleProgram:
     """transformers' Qwen3-MoE block on the weights of ``inputs``, with the auxiliary loss of its models.
 
     That loss counts a token K times, so that its coefficient is divided by K. In eval mode there is none.
@@ -52,7 +39,7 @@ def block(experts_of: Experts, shape: Sizes, inputs: LayerInputs, weight: Tensor
         layer = qwen3.Qwen3MoeSparseMoeBlock(config)
     layer.experts.gate_up_proj = nn.Parameter(inputs.gate_up_proj.detach())
     layer.experts.down_proj = nn.Parameter(inputs.down_proj.detach())
-    layer.gate.weight = nn.Parameter(weight.clone())
+    layer.gate.weight = nn.Parameter(router_weight(shape, inputs))
     x = inputs.x
 
     def call() -> tuple[Tensor, Tensor]:
@@ -82,16 +69,15 @@ def _liger(experts: Any, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
 
 
 def _torch_grouped(experts: Any, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
-    """By torch's grouped_mm alone, as `scripts.bench.peers.torch_grouped` has it."""
+    """By torch's grouped_mm alone, as `peers.layers.torch_grouped` has it."""
     up, down, ids = experts.gate_up_proj, experts.down_proj, ids.to(torch.int32)
     shape = Sizes(len(x), x.shape[1], down.shape[2], len(down), ids.shape[1])
-    made: Tensor = torch_grouped.build(shape, LayerInputs(x, up, down, scores, ids, x)).forward()
+    made: Tensor = layers.torch_grouped(shape, LayerInputs(x, up, down, scores, ids, x)).forward()
     return made
 
 
-Build = Callable[[Sizes, LayerInputs, Tensor], ModuleProgram]
 BUILDS: dict[str, Build] = {
-    OURS: ours,
+    OURS: modules.ours,
     "sonic": modules.sonic,
     "grouped_mm": partial(block, _grouped_mm),
     "torch_grouped": partial(block, _torch_grouped),
@@ -114,22 +100,12 @@ def calls_of(program: ModuleProgram) -> dict[str, Call]:
 
 
 def figures(programs: Mapping[str, Mapping[str, Call]], machine: Machine) -> dict[str, Row]:
-    """Milliseconds of every part of every program, and its last part's peak. All programs have the same parts, and run in turn.
-
-    On a GPU an overlap of kernels is counted once; the GPU is held until the host has queued a call (`module.times_of`).
-    """
+    """Kernel figures of every part of every program, and its last part's peak. All have the same parts, and run in turn."""
     parts = [*next(iter(programs.values()))]
     found: dict[str, Row] = {name: {} for name in programs}
     for part in parts:
-        calls = {name: each[part] for name, each in programs.items()}
-        if machine.device == "cuda":
-            times = module.times_of({name: Rotation([call]) for name, call in calls.items()}, machine.rounds)
-            for name, time in times.items():
-                found[name] |= {f"{part}_ms": round(time.busy, 4), f"{part}_sum_ms": round(time.total, 4)}
-                found[name][f"{part}_rounds_ms"] = [round(ms, 4) for ms in time.rounds]
-        else:
-            for name, ms in cpu.measure(calls, machine.rounds).items():
-                found[name] |= {f"{part}_ms": round(ms, 4), f"{part}_rounds_ms": [round(ms, 4)]}
-    for name, each in programs.items():
-        found[name]["peak_MiB"] = round(machine.peak_bytes(each[parts[-1]]) / MIB, 1)
+        for name, each in machine.kernel_figures({name: each[part] for name, each in programs.items()}, part).items():
+            found[name] |= each
+    for name, calls in programs.items():
+        found[name]["peak_MiB"] = round(machine.peak_bytes(calls[parts[-1]]) / MIB, 1)
     return found

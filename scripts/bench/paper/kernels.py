@@ -13,18 +13,17 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from blazeproto import cost
-from blazeproto.autograd import moe_mlp, private
-from blazeproto.dispatch import build_dispatch, build_dispatch_varying
+from blazeproto.autograd import private
+from blazeproto.dispatch import build_dispatch
 from blazeproto.gemm import PRODUCTS, Sizes, grouped_mm
-from blazeproto.router import Routing
 from scripts.bench import peers, rounding
 from scripts.bench.common import MIB, route
-from scripts.bench.dispatch import by_torch_sort
+from scripts.bench.dispatch import by_torch_sort, check, run_all
 from scripts.bench.markdown import OURS
-from scripts.bench.paper import programs
-from scripts.bench.paper.layers import Case, Row, build_all
-from scripts.bench.paper.machine import Machine
-from scripts.bench.peers import LayerInputs, Program
+from scripts.bench.paper.layers import Case, build_all
+from scripts.bench.peers import Build, Program
+from scripts.bench.peers.layers import builds_of, ours
+from scripts.bench.timing import Machine, Row
 
 Call = Callable[[], object]
 
@@ -44,20 +43,9 @@ def dispatches(case: Case, machine: Machine) -> Row:
         for name in METHODS
     }
     calls["torch_sort"] = partial(run_all, [partial(by_torch_sort, ids, shape.E) for ids in sets])
-    right = by_torch_sort(sets[0], shape.E)
-    for name in METHODS:
-        got = build_dispatch(sets[0], shape.E, method=name)  # type: ignore[arg-type]
-        lists = (got.expert_pair_indices, got.expert_token_offsets, got.token_index_map)
-        if not all(torch.equal(mine, theirs) for mine, theirs in zip(lists, right, strict=True)):
-            raise RuntimeError(f"method={name!r} differs from torch.sort")
+    check(sets[0], shape.E, METHODS)
     found = machine.kernels(calls).ms  # CuPy's sort can't be captured
-    row: Row = {f"{name}_ms": round(ms / len(sets), 5) for name, ms in found.items()}
-    return case.key | row
-
-
-def run_all(calls: list[Call]) -> None:
-    for call in calls:
-        call()
+    return {f"{name}_ms": round(ms / len(sets), 5) for name, ms in found.items()}
 
 
 # --------------------------------------------------------------------------------------------------------------- gather
@@ -79,8 +67,7 @@ def gather(case: Case, machine: Machine) -> Row:
         "copied_torch": lambda: F.grouped_mm(x[tokens], weights.mT, offs=ends),
     }
     row: Row = {f"{name}_ms": round(ms, 4) for name, ms in machine.times(calls, tuple(calls)).ms.items()}
-    row["gather_overhead"] = round(row["gathered_ms"] / row["contiguous_ms"] - 1, 4)
-    return case.key | row
+    return row | {"gather_overhead": round(row["gathered_ms"] / row["contiguous_ms"] - 1, 4)}
 
 
 # -------------------------------------------------------------------------------------------------- kernels of a program
@@ -137,7 +124,8 @@ def our_kernels(shape: Sizes) -> dict[tuple[str, str], tuple[float, float]]:
 def kernel_times(case: Case, machine: Machine) -> Row:
     """SonicMoE Figure 2a: milliseconds by kernel of ours and of each peer that is wanted, forward and backward; of ours the
     operations and least bytes beside."""
-    made, absent = build_all(case, {OURS: programs.ours} | programs.of_peers(machine.peers), machine)
+    builds: dict[str, Build] = {OURS: ours} | builds_of(machine.peers)
+    made, absent = build_all(case, builds, machine)
     operations = dict(zip(("forward", "backward"), cost.layer_operations(case.shape), strict=True))
     known = our_kernels(case.shape)
     row: Row = {"programs": {}}
@@ -155,49 +143,23 @@ def kernel_times(case: Case, machine: Machine) -> Row:
             phases[phase] = {"kernels": listed, "products_ms": round(products, 4)}
             phases[phase]["others_ms"] = round(sum(line["ms"] for line in listed) - products, 4)
             phases[phase]["tflops"] = round(1e-9 * operations[phase] / products, 1) if products else None
-    return case.key | row | ({"absent": absent} if absent else {})
+    return row | ({"absent": absent} if absent else {})
 
 
 # ------------------------------------------------------------------------------------------------------- token rounding
 
 
-def on_routing(shape: Sizes, inputs: LayerInputs, routing: Routing) -> Program:
-    """The experts on a routing whose dispatch is made beforehand."""
-    scores = routing.scores.detach().requires_grad_()
-    if routing.pair_tokens is None:
-        dispatch = build_dispatch(routing.experts, shape.E)
-    else:
-        dispatch = build_dispatch_varying(routing.experts, routing.pair_tokens, routing.token_offsets, shape.E)
-    weights, backend = (inputs.gate_up_proj, inputs.down_proj), programs.backend_of(inputs)
-
-    def forward() -> torch.Tensor:
-        return moe_mlp(inputs.x, *weights, scores, num_experts=shape.E, backend=backend, dispatch=dispatch)
-
-    return Program(forward, (inputs.x, *weights, scores), inputs.grad_output, weights)
-
-
 def token_rounding(case: Case, machine: Machine) -> Row:
     """SonicMoE Figure 7, the experts alone: top-k, rounded to the nearest tile, always down and always up; Figure 3: the empty
     rows of top-k's tiles, over its rows."""
-    shape, tile = case.shape, rounding.TILE if machine.device == "cuda" else 16
+    shape, tile = case.shape, rounding.tile_on(machine)
     inputs = peers.make_inputs(shape, device=machine.device)
-    with torch.no_grad():
-        layers = rounding.whole_layers(shape, inputs, tile=tile)
-        routed = {name: layer.router(inputs.x) for name, layer in layers.items()}
-    made = {name: on_routing(shape, inputs, routing) for name, routing in routed.items()}
-    forward = machine.times({name: program.forward for name, program in made.items()}, tuple(made))
-    both = machine.times({name: program.forward_backward for name, program in made.items()}, tuple(made))
-    row: Row = {"row_counts": sorted({routing.experts.numel() for routing in routed.values()})}
-    for name, routing in routed.items():
-        rows = int(routing.load.sum())
-        tflops = rounding.model_tflops(shape, rows, forward.ms[name], both.ms[name])
-        row[name] = {"rows": rows, "padded_rows": rounding.padded_rows(routing.load, tile)} | tflops
-        row[name] |= {"fwd_ms": round(forward.ms[name], 4), "fwdbwd_ms": round(both.ms[name], 4)}
-    plain, rounded = row["top_k"], row["rounded"]
-    gain = rounded["rows"] / rounded["fwdbwd_ms"] / (plain["rows"] / plain["fwdbwd_ms"])
-    return (
-        case.key | row | {"wasted": round(plain["padded_rows"] / plain["rows"] - 1, 4), "fwdbwd_gain": round(gain, 4)}
-    )
+    routed = rounding.routings(rounding.whole_layers(shape, inputs, tile), inputs.x)
+    made = {name: rounding.on_routing(shape, inputs, routing) for name, routing in routed.items()}
+    found = rounding.figures(shape, made, routed, machine, prefix="")
+    row: Row = {"row_counts": sorted({routing.experts.numel() for routing in routed.values()})} | found
+    row["wasted"] = round(found["top_k"]["padded_rows"] / found["top_k"]["rows"] - 1, 4)
+    return row | {"fwdbwd_gain": rounding.gains(found, prefix="")["fwdbwd_gain"]}
 
 
 # ------------------------------------------------------------------------------------------------- the scores' gradient
@@ -210,7 +172,7 @@ def scores_gradient(case: Case, machine: Machine) -> Row:
     its favour. `saved_MiB` is what the layer keeps for backward, `y_MiB` what Y adds.
     """
     shape, inputs = case.shape, peers.make_inputs(case.shape, device=machine.device)
-    program = programs.ours(shape, inputs)
+    program = ours(shape, inputs)
     y = torch.randn(shape.T, shape.K, shape.d, device=machine.device).to(inputs.x.dtype)
     d_out = inputs.grad_output[:, :, None]
     calls: dict[str, Call] = {
@@ -222,4 +184,4 @@ def scores_gradient(case: Case, machine: Machine) -> Row:
     row: Row = {f"{name}_ms": round(value, 4) for name, value in ms.items()}
     row["bwd_ms"] = round(ms["fwdbwd"] - ms["fwd"], 4)
     row |= {"saved_MiB": round(cost.saved_bytes(shape) / MIB, 2), "y_MiB": round(y.nbytes / MIB, 2)}
-    return case.key | row
+    return row

@@ -1,28 +1,31 @@
-"""Rows of programs that compute one layer: MoEBlaze Figures 3 to 6, Tables 2, 4 and 5; SonicMoE Figures 1, 5 and 6a; combine."""
+"""Rows of programs that compute one layer: MoEBlaze Figures 3 to 6, Tables 2, 4 and 5; SonicMoE Figures 1, 5 and 6a; combine.
+
+And of what a review asks of one layer: what each step from conventional code to ours saves, save policies, activations. Programs
+compute the experts, dispatch included.
+"""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from blazeproto.activations import ACTIVATIONS, activation_named
+from blazeproto.autograd import SavePolicy, moe_mlp
 from blazeproto.autograd.options import Options
+from blazeproto.dispatch import build_dispatch
 from blazeproto.gemm import PRODUCTS, Sizes
 from scripts.bench import peers
 from scripts.bench.common import MIB, cfg_of
-from scripts.bench.layer import input_sets
+from scripts.bench.layer import inputs_of
 from scripts.bench.markdown import OURS
-from scripts.bench.paper import programs
-from scripts.bench.paper.machine import Machine
-from scripts.bench.paper.programs import Build
-from scripts.bench.peers import LayerInputs, Program
-from scripts.bench.timing import Rotation, relative_difference, saved_bytes
+from scripts.bench.peers import Build, LayerInputs, Program, backend_of, layer_program
+from scripts.bench.peers.layers import builds_of, dmoe, megablocks, ours, plain
+from scripts.bench.timing import Machine, Row, rotations, saved_bytes, step_times
 
-Row = dict[str, Any]
 LARGEST_DIFFERENCE = 0.02  # of a program's output from ours, both bf16
 
 
@@ -44,36 +47,12 @@ class Case:
         return " ".join(filter(None, (self.label, str(self.shape), self.activation)))
 
 
-def built(build: Build, shape: Sizes, inputs: list[LayerInputs]) -> list[Program]:
-    """A program for each set of inputs, each run once."""
-    made = [build(shape, one) for one in inputs]
-    for program in made:
-        program.forward_backward()
-    return made
-
-
 def build_all(
     case: Case, builds: Mapping[str, Build], machine: Machine
 ) -> tuple[dict[str, list[Program]], dict[str, str]]:
     """The programs that run and compute what the first one does; why the others are absent. The first has to run."""
-    sets = input_sets(case.shape) if machine.device == "cuda" else 1
-    inputs = [peers.make_inputs(case.shape, seed=seed, device=machine.device) for seed in range(sets)]
-    made: dict[str, list[Program]] = {}
-    absent: dict[str, str] = {}
-    for name, build in builds.items():
-        if found := peers.if_it_runs(name, partial(built, build, case.shape, inputs), absent):
-            made[name] = found
-        elif not made:
-            raise RuntimeError(absent[name])
-        if name in absent and machine.device == "cuda":  # it may have been out of memory
-            gc.collect()
-            torch.cuda.empty_cache()
-    first, *others = made
-    expected = made[first][0].forward().detach()
-    for name in others:
-        difference = (
-            relative_difference(made[name][0].forward().detach(), expected) if made[name][0].computes_layer else 0.0
-        )
+    made, absent = peers.build_all(builds, case.shape, inputs_of(case.shape, machine))
+    for name, difference in peers.output_differences(made, next(iter(made))).items():
         if not difference < LARGEST_DIFFERENCE:
             absent[name] = f"computes something else: its output differs by {difference:.3g}"
             del made[name]
@@ -81,12 +60,7 @@ def build_all(
 
 
 def layer_row(
-    case: Case,
-    builds: Mapping[str, Build],
-    machine: Machine,
-    together: tuple[str, ...] = (),
-    *,
-    graphs: bool = True,
+    case: Case, builds: Mapping[str, Build], machine: Machine, together: tuple[str, ...] = (), *, graphs: bool = True
 ) -> Row:
     """Times, saved and peak bytes of programs on one layer, random data and uniform routing.
 
@@ -94,28 +68,18 @@ def layer_row(
     graphs: whether graphs are tried at all.
     """
     made, absent = build_all(case, builds, machine)
-    forward = {name: Rotation([program.forward for program in each]) for name, each in made.items()}
-    both = {name: Rotation([program.forward_backward for program in each]) for name, each in made.items()}
+    both = rotations(made, "forward_backward")
     bytes_of = {
-        name: (saved_bytes(each[0].forward, each[0].weights), machine.peak_bytes(both[name]))
+        name: {
+            "saved_MiB": round(saved_bytes(each[0].forward, each[0].weights) / MIB, 2),
+            "peak_MiB": round(machine.peak_bytes(both[name]) / MIB, 2),
+        }
         for name, each in made.items()
     }
-    parts = (forward, both)
-    timed = [machine.times(calls, together or tuple(made)) if graphs else machine.kernels(calls) for calls in parts]
+    timed, _ = step_times(made, machine, together or tuple(made), graphs=graphs)
     eager = machine.eager(both)
-    row: Row = {"rounds": machine.rounds}
-    row["programs"] = {
-        name: {
-            "fwd_ms": round(timed[0].ms[name], 4),
-            "fwdbwd_ms": round(timed[1].ms[name], 4),
-            "eager_fwdbwd_ms": round(eager[name], 4),
-            "method": f"{timed[0].method[name]}/{timed[1].method[name]}",
-            "saved_MiB": round(saved / MIB, 2),
-            "peak_MiB": round(peak / MIB, 2),
-        }
-        for name, (saved, peak) in bytes_of.items()
-    }
-    return case.key | row | ({"absent": absent} if absent else {})
+    programs = {name: timed[name] | {"eager_fwdbwd_ms": round(eager[name], 4)} | bytes_of[name] for name in made}
+    return {"rounds": machine.rounds, "programs": programs} | ({"absent": absent} if absent else {})
 
 
 # ------------------------------------------------------------------------------------------------------------- the rows
@@ -125,12 +89,12 @@ def against_megablocks(case: Case, machine: Machine) -> Row:
     """MoEBlaze Figures 3 to 6 and Table 2: ours, ours keeping what Algorithm 1 keeps, and MegaBlocks; and the operations a byte
     of the fused up projection, beside §5.2's 1.25 of an activation by itself."""
     act = case.activation
-    builds = {
-        OURS: partial(programs.ours, activation=act),
-        "paper": partial(programs.ours, activation=act, save="paper"),
+    builds: dict[str, Build] = {
+        OURS: partial(ours, activation=act),
+        "paper": partial(ours, activation=act, save="paper"),
     }
     if "mb_sparse" in machine.peers:
-        builds["mb_sparse"] = partial(programs.megablocks, activation=act)
+        builds["mb_sparse"] = partial(megablocks, activation=act)
     up = PRODUCTS["up_forward"]
     intensity = up.operations(case.shape) / up.least_bytes(case.shape)
     return layer_row(case, builds, machine) | {"up_operations_a_byte": round(intensity, 1)}
@@ -138,17 +102,17 @@ def against_megablocks(case: Case, machine: Machine) -> Row:
 
 def against_all(case: Case, machine: Machine) -> Row:
     """SonicMoE Figures 1, 5 and 6a: ours and every peer that is wanted."""
-    builds = {OURS: programs.ours} | programs.of_peers(machine.peers)
+    builds: dict[str, Build] = {OURS: ours} | builds_of(machine.peers)
     return layer_row(case, builds, machine, together=(OURS, "sonic", "bmm_ub"))
 
 
 def ablation(case: Case, machine: Machine) -> Row:
     """MoEBlaze Tables 4 and 5, a program for each line."""
     builds: dict[str, Build] = {
-        "torch, sort": programs.plain,
-        "kernels, sort": partial(programs.ours, save="paper", method="sort"),
-        "recomputing, sort": partial(programs.ours, method="sort"),
-        "recomputing, tiled": programs.ours,
+        "torch, sort": plain,
+        "kernels, sort": partial(ours, save="paper", method="sort"),
+        "recomputing, sort": partial(ours, method="sort"),
+        "recomputing, tiled": ours,
     }
     return layer_row(case, builds, machine, graphs=False)  # neither a host that waits nor CuPy's sort can be captured
 
@@ -159,4 +123,57 @@ COMBINES: tuple[str, ...] = next(each.metadata["check"].args[0] for each in fiel
 
 def combines(case: Case, machine: Machine) -> Row:
     """Ours with every way to sum a token's experts (MoEBlaze §3: in the product; SonicMoE: gathered afterwards)."""
-    return layer_row(case, {name: partial(programs.ours, combine=name) for name in COMBINES}, machine)
+    return layer_row(case, {name: partial(ours, combine=name) for name in COMBINES}, machine)
+
+
+# -------------------------------------------------------------------------------------------- what a review asks of a layer
+
+
+def on_copies(shape: Sizes, inputs: LayerInputs) -> Program:
+    """Ours on a copy of a token for each of its experts, which is written in forward and kept (MoEBlaze §2.1); act too."""
+    call: Any = partial(moe_mlp, num_experts=shape.E, backend=backend_of(inputs), save="paper")
+    experts = inputs.experts.reshape(-1, 1)
+
+    def forward() -> torch.Tensor:
+        copies, dispatch = inputs.x.repeat_interleave(shape.K, 0), build_dispatch(experts, shape.E, method="sort")
+        scores = inputs.scores.reshape(-1, 1)
+        weighed = call(copies, inputs.gate_up_proj, inputs.down_proj, scores, dispatch=dispatch)
+        out: torch.Tensor = weighed.view(shape.T, shape.K, shape.d).sum(1)
+        return out
+
+    return layer_program(inputs, forward)
+
+
+def waterfall(case: Case, machine: Machine) -> Row:
+    """A program for each of `steps_tables.STEPS`, and MegaBlocks' own layer if it is wanted.
+
+    Sums of kernels, since a host that waits can't be captured.
+    """
+    builds: dict[str, Build] = {
+        "plain": plain,
+        "blocks": dmoe,
+        "copies": on_copies,
+        "sort": partial(ours, save="paper", method="sort"),
+        "tiled": partial(ours, save="paper"),
+        "minimal": ours,
+        "fused": partial(ours, combine="fused_both"),
+        "recompute": partial(ours, save="recompute"),
+    }
+    return layer_row(case, builds | builds_of(machine.peers), machine, graphs=False)
+
+
+def policies(case: Case, machine: Machine) -> Row:
+    """Ours with each save policy."""
+    return layer_row(case, {each.value: partial(ours, save=each.value) for each in SavePolicy}, machine)
+
+
+def activations(case: Case, machine: Machine) -> Row:
+    """Ours with each activation that has a gate, or none, as the case's."""
+    gated = activation_named(case.activation).gated
+    names = [name for name in ACTIVATIONS if activation_named(name).gated == gated]
+    return layer_row(case, {name: partial(with_activation, name) for name in names}, machine)
+
+
+def with_activation(name: str, shape: Sizes, inputs: LayerInputs) -> Program:
+    """Ours; not compared with the first one's output, as each activation computes another function."""
+    return replace(ours(shape, inputs, activation=name), computes_layer=False)

@@ -1,35 +1,25 @@
-"""Other programs that compute one MoE layer, called through their own public interfaces on the same inputs.
+"""Programs that compute one MoE layer, on the same inputs: what they have in common, and how they are built.
 
-Each module here has `build(shape, inputs) -> Program`. Weights are put into the layout a peer wants beforehand, top-k
-is excluded, and the dispatch metadata a peer makes from the chosen expert ids is included. A peer that can't be
-imported, or fails to build, is absent.
+`layers` has the experts alone: weights are put into the layout a peer wants beforehand, top-k is excluded, and the dispatch
+metadata that a peer makes from the chosen expert ids is included. `modules` has whole layers. A peer that can't be imported, or
+fails to build, is absent.
 """
 
 from __future__ import annotations
 
-import importlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from blazeproto.gemm import Sizes
-from scripts.bench.common import route
+from scripts.bench.common import free_memory, route
+from scripts.bench.timing import relative_difference
 
 T = TypeVar("T")
-
-# name in results -> module here
-PEERS = {
-    "blazeproto": "ours",
-    "sonic": "sonic",
-    "bmm_ub": "bmm_bound",
-    "torch_grouped": "torch_grouped",
-    "scattermoe": "scattermoe",
-    "mb_sparse": "megablocks",
-}
-DEFAULT_PEERS = ("blazeproto", "sonic", "bmm_ub", "torch_grouped")
 
 
 @dataclass(frozen=True)
@@ -42,6 +32,7 @@ class LayerInputs:
     scores: torch.Tensor  # (T, K) fp32, a softmax over the K chosen
     experts: torch.Tensor  # (T, K) int32, distinct in a row
     grad_output: torch.Tensor  # (T, d) bf16
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,8 +45,6 @@ class Program:
     weights: tuple[torch.Tensor, ...]  # not counted among the saved bytes
     computes_layer: bool = True  # False for a bound that leaves work out
     metadata: Callable[[], object] | None = None  # the dispatch alone
-    without_dispatch: Callable[[], torch.Tensor] | None = None  # forward on a dispatch made beforehand
-    kernels: Callable[[], object] | None = None  # of a forward and a backward on such a dispatch, without autograd
     layouts: tuple[
         Callable[[torch.Tensor], torch.Tensor], ...
     ] = ()  # of the weights' gradients, the last leaves: as ours
@@ -64,6 +53,9 @@ class Program:
         """(output, gradients of the leaves)."""
         out = self.forward()
         return out, torch.autograd.grad(out, self.leaves, self.grad_output)
+
+    def clear(self) -> None:
+        """No leaf has a gradient."""
 
     def weight_gradients(self) -> dict[str, torch.Tensor]:
         """By place, laid out as ours; none without ``layouts``."""
@@ -96,19 +88,53 @@ def make_inputs(shape: Sizes, routing: str = "uniform", seed: int = 0, device: s
         scores=scores,
         experts=route(shape, routing, device, generator),
         grad_output=normal(shape.T, shape.d),
+        seed=seed,
     )
     for leaf in (inputs.x, inputs.gate_up_proj, inputs.down_proj, inputs.scores):
         leaf.requires_grad_()
     return inputs
 
 
-def build(name: str, shape: Sizes, inputs: Sequence[LayerInputs]) -> list[Program]:
-    """The programs of one peer, one for each set of inputs, each run once. Raises whatever the peer raises."""
-    module = importlib.import_module(f"scripts.bench.peers.{PEERS[name]}")
-    programs: list[Program] = [module.build(shape, one) for one in inputs]
+def backend_of(inputs: LayerInputs) -> str:
+    """The kernels on a GPU; torch operations in the short form on a CPU."""
+    return "hopper" if inputs.x.is_cuda else "torch"
+
+
+Build = Callable[[Sizes, LayerInputs], Any]  # makes a `Program`, or a `modules.ModuleProgram`
+
+
+def run_once(programs: list[Any]) -> list[Any]:
     for program in programs:
         program.forward_backward()
+        program.clear()
     return programs
+
+
+def build_all(
+    builds: Mapping[str, Build], shape: Sizes, inputs: Sequence[LayerInputs]
+) -> tuple[dict[str, list[Any]], dict[str, str]]:
+    """The programs that run, one for each set of inputs, each run once; why the others are absent. The first has to run."""
+
+    def built(build: Build) -> list[Any]:
+        return run_once([build(shape, one) for one in inputs])
+
+    made: dict[str, list[Any]] = {}
+    absent: dict[str, str] = {}
+    for name, build in builds.items():
+        if found := if_it_runs(name, partial(built, build), absent):
+            made[name] = found
+        elif not made:
+            raise RuntimeError(absent[name])
+        if name in absent:
+            free_memory()  # it may have been out of it
+    return made, absent
+
+
+def output_differences(programs: Mapping[str, Sequence[Program]], exact: str) -> dict[str, float]:
+    """How far the output of each program that computes the layer is from that of ``exact``."""
+    expected = programs[exact][0].forward().detach()
+    compared = {name: program for name, (program, *_) in programs.items() if program.computes_layer}
+    return {name: relative_difference(program.forward().detach(), expected) for name, program in compared.items()}
 
 
 def if_it_runs(name: str, build: Callable[[], T], absent: dict[str, str]) -> T | None:

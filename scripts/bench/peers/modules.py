@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from blazeproto import MoE
 from blazeproto.gemm import Sizes
 from blazeproto.router import Router
-from scripts.bench.peers import LayerInputs
-from scripts.bench.peers.sonic import gate_then_up, interleave_gate_up
+from scripts.bench.peers import LayerInputs, backend_of
+from scripts.bench.peers.layers import gate_then_up, interleave_gate_up
+from scripts.bench.timing import relative_difference, tensors_in
 
 AUX_LOSS = 0.01  # coefficient of the load-balancing loss
 
@@ -57,37 +58,40 @@ class ModuleProgram:
         return found
 
 
-def router_weight(shape: Sizes, inputs: LayerInputs, seed: int = 0) -> Tensor:
+def router_weight(shape: Sizes, inputs: LayerInputs) -> Tensor:
     """(E, d) bf16 at 1 / sqrt(d): logits at unit scale."""
-    generator = torch.Generator(inputs.x.device).manual_seed(seed)
+    generator = torch.Generator(inputs.x.device).manual_seed(inputs.seed)
     weight = torch.randn(shape.E, shape.d, device=inputs.x.device, generator=generator)
     return (weight * shape.d**-0.5).to(torch.bfloat16)
 
 
-def ours(shape: Sizes, inputs: LayerInputs, weight: Tensor) -> ModuleProgram:
-    layer = MoE(
-        shape.d,
-        shape.n,
-        shape.E,
-        shape.K,
-        router="topk_softmax",
-        aux_loss=AUX_LOSS,
-        backend="hopper" if inputs.x.is_cuda else "auto",
-        device=inputs.x.device,
-        dtype=torch.bfloat16,
-    )
-    router = cast(Router, layer.router)
-    _load((router.weight, weight), (layer.up_proj_weight, inputs.gate_up_proj), (layer.down_proj, inputs.down_proj))
-    x = inputs.x  # and not the inputs, whose weights are copied
+def moe(shape: Sizes, inputs: LayerInputs, router: str, **options: Any) -> MoE:
+    """Our layer on the weights of ``inputs`` themselves: a second copy of a large layer's would leave no room for a peer."""
+    options |= {"backend": backend_of(inputs), "device": inputs.x.device, "dtype": torch.bfloat16}
+    layer = MoE(shape.d, shape.n, shape.E, shape.K, router=router, **options)
+    layer.gate_up_proj = nn.Parameter(inputs.gate_up_proj.detach())
+    layer.down_proj = nn.Parameter(inputs.down_proj.detach())
+    cast(Any, layer.router).weight = nn.Parameter(router_weight(shape, inputs))
+    return layer
+
+
+def program_of(layer: MoE, x: Tensor, d_out: Tensor, **given: Tensor) -> ModuleProgram:
+    """given: of `MoE.forward`: token_ids, mask."""
 
     def call() -> tuple[Tensor, Tensor]:
-        out, stats = layer(x)
-        return out, torch.as_tensor(stats.aux_loss)
+        out, stats = layer(x, **given)
+        loss = torch.as_tensor(stats.aux_loss, device=x.device)
+        return out, loss if loss.requires_grad else loss.requires_grad_()  # a router without one has a plain 0
 
     def weights() -> dict[str, Tensor]:
+        router = cast(Router, layer.router)
         return _gradients(router=router.weight, up=layer.up_proj_weight, down=layer.down_proj)
 
-    return ModuleProgram(layer, x, call, inputs.grad_output, torch.ones((), device=x.device), weights)
+    return ModuleProgram(layer, x, call, d_out, torch.ones((), device=x.device), weights)
+
+
+def ours(shape: Sizes, inputs: LayerInputs) -> ModuleProgram:
+    return program_of(moe(shape, inputs, "topk_softmax", aux_loss=AUX_LOSS), inputs.x, inputs.grad_output)
 
 
 def router_of(program: ModuleProgram, grad_scores: Tensor) -> ModuleProgram:
@@ -102,7 +106,7 @@ def router_of(program: ModuleProgram, grad_scores: Tensor) -> ModuleProgram:
     return ModuleProgram(router, program.x, call, grad_scores, program.grad_loss)
 
 
-def sonic(shape: Sizes, inputs: LayerInputs, weight: Tensor) -> ModuleProgram:
+def sonic(shape: Sizes, inputs: LayerInputs) -> ModuleProgram:
     """Its loss comes without a coefficient, which its gradient brings: a kernel less each way than multiplying by it."""
     import sonicmoe
     from sonicmoe.enums import ActivationType
@@ -119,7 +123,10 @@ def sonic(shape: Sizes, inputs: LayerInputs, weight: Tensor) -> ModuleProgram:
         )
     layer = layer.to(torch.bfloat16)
     up = interleave_gate_up(inputs.gate_up_proj)
-    _load((layer.router.weight, weight), (layer.c_fc.weight, up), (layer.c_proj.weight, inputs.down_proj))
+    given = {layer.router: router_weight(shape, inputs), layer.c_fc: up, layer.c_proj: inputs.down_proj}
+    with torch.no_grad():
+        for part, values in given.items():
+            part.weight.copy_(values)
     x, loss = inputs.x, torch.tensor(AUX_LOSS, device=inputs.x.device)
 
     def weights() -> dict[str, Tensor]:
@@ -133,7 +140,41 @@ def _gradients(**weights: Any) -> dict[str, Tensor]:
     return {name: weight.grad for name, weight in weights.items()}
 
 
-@torch.no_grad()
-def _load(*pairs: tuple[Tensor, Tensor]) -> None:
-    for parameter, values in pairs:
-        parameter.copy_(values)
+# ----------------------------------------------------------------------------------------------------------- agreement
+
+LARGEST_DIFFERENCE = 0.05  # of a row of the two modules' outputs, or gradients of x, in the median over the tokens
+LARGEST_OF_WEIGHTS = 0.3  # of a weight's gradient, over its norm: some tokens go to other experts
+
+
+def row_differences(a: Tensor, b: Tensor) -> Tensor:
+    """(T,) norm of each row's difference over that of b's row, in fp32, a slice at a time."""
+    step = max(1, (1 << 27) // max(1, b.shape[1]))
+    pairs = zip(a.split(step), b.split(step), strict=True)
+    return torch.cat([(x.float() - y.float()).norm(dim=1) / y.float().norm(dim=1).clamp_min(1e-30) for x, y in pairs])
+
+
+def agreement(a: Any, b: Any, *, weights: bool = True) -> dict[str, float]:
+    """By how much two programs' outputs and gradients of x differ, in the median over the tokens, and by how much the gradient of
+    each weight; and the share of tokens that went to other experts: SonicMoE's logits are rounded to bf16.
+
+    weights: False: their gradients, which take room, are dropped at once and not compared.
+    RuntimeError where the figures say that the layers are not the same.
+    """
+    results = []
+    for program in (a, b):
+        results.append(tensors_in(program.forward_backward())[:2])
+        if not weights:
+            program.clear()
+    out, x_grad = (row_differences(x, y) for x, y in zip(*results, strict=True))
+    found = {"median_out": float(out.median()), "median_x_grad": float(x_grad.median())}
+    wrong = [name for name, value in found.items() if not value < LARGEST_DIFFERENCE]
+    if weights:
+        ours, theirs = (program.weight_gradients() for program in (a, b))
+        for name in ours.keys() & theirs.keys():
+            found[name] = relative_difference(ours[name], theirs[name])
+            wrong += [name] * (not found[name] < LARGEST_OF_WEIGHTS)
+    if wrong:
+        raise RuntimeError(f"the programs compute different layers: {', '.join(wrong)} of {found}")
+    if weights:
+        found["other_experts"] = float((out > 0.1).float().mean())
+    return {name: round(value, 6) for name, value in found.items()}

@@ -1,0 +1,175 @@
+"""The frame of the benchmarks: which cases run, what becomes of rows, and every short form on a CPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from blazeproto.gemm import Sizes
+from scripts.bench import common, identity, running
+from scripts.bench.identity import earlier
+from scripts.bench.running import Bench, Item
+from scripts.bench.timing import Machine
+from tests.scripts.conftest import NAMES, bench_of
+
+pytestmark = pytest.mark.costly_fixture
+
+Row = dict[str, Any]
+MEASURED: list[str] = []
+STOP_AT = [""]
+
+
+def letters(case: str, machine: Machine) -> Row:
+    MEASURED.append(case)
+    if case == STOP_AT[0]:
+        raise KeyboardInterrupt
+    if case == "b":
+        raise torch.OutOfMemoryError("no memory")
+    return {"ms": float(machine.rounds)}
+
+
+def twice(case: str, machine: Machine) -> list[Row]:
+    return [{"place": place, "peers": machine.peers} for place in (0, 1)]
+
+
+def of_letter(case: str) -> Row:
+    return {"letter": case}
+
+
+TOY = Bench(
+    "toy",
+    "A toy.\n\nIt measures letters.",
+    {
+        "letters": Item(letters, "ACDE", "abcd", "A", of_letter),
+        "pairs": Item(twice, "AB", "ab", (), of_letter, part="nested/pairs", seconds=10, peers=("sonic",)),
+        "one": Item(letters, "A", "a", (), lambda case: {}, file="other", part="one", single=True),
+    },
+    head={"tile": 128},
+    bounds=lambda record: [("a bound", True), ("another", False)],
+)
+
+
+def run(tmp_path: Path, *words: str, stop_at: str = "", bench: Bench = TOY) -> tuple[str, Row]:
+    """The letters that were measured, and the file."""
+    MEASURED.clear()
+    STOP_AT[0] = stop_at
+    try:
+        running.run(bench, [*words, "--cpu", "--out", str(tmp_path)])
+    except SystemExit as end:
+        MEASURED.append(str(end.code))
+    file = tmp_path / "toy.json"
+    return "".join(MEASURED), json.loads(file.read_text()) if file.exists() else {}
+
+
+def test_a_run_that_is_stopped_goes_on(tmp_path: Path) -> None:
+    ran, record = run(tmp_path, "--parts", "letters", stop_at="c")
+    assert ran == "abc130" and [row["letter"] for row in record["rows"]] == ["a"]
+    ran, record = run(tmp_path, "--parts", "letters", "--resume")
+    assert ran == "bcd1", "a's row is there; b's is tried again, and fails"
+    assert [row["letter"] for row in record["rows"]] == ["a", "c", "d"]
+    assert record["failed"] == {"b": "OutOfMemoryError: no memory"}
+    assert run(tmp_path, "--parts", "letters", "--resume")[0] == "b1"
+    assert run(tmp_path, "--parts", "letters")[0] == "abcd1", "all again"
+    record["rows"][0]["of"]["protocol_identity"] = "another benchmark"
+    (tmp_path / "toy.json").write_text(json.dumps(record))
+    assert run(tmp_path, "--parts", "letters", "--resume")[0] == "ab1", "a's row is of another benchmark"
+
+
+def test_rows_stay_where_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of other cases, other parts and other files, whatever else a file has."""
+    (tmp_path / "toy.json").write_text(json.dumps({"rows": [{"letter": "z"}], "more": 1}))
+    _, record = run(tmp_path, "--configs", "3-4,6-7", "--rounds", "3")
+    assert [row["letter"] for row in record["rows"]] == ["c", "d", "z"] and record["rows"][0]["ms"] == 3.0
+    assert [(row["letter"], row["place"]) for row in record["nested"]["pairs"]] == [("b", 0), ("b", 1)]
+    assert record["more"] == 1 and record["tile"] == 128 and record["protocol"] == "It measures letters."
+    assert {"measured", "gpu", "versions", "kernels", "protocol"} <= record["rows"][0]["of"].keys()
+    other = json.loads((tmp_path / "other.json").read_text())
+    assert other["one"]["ms"] == 3.0 and other["one"]["of"]
+    printed = capsys.readouterr().out
+    assert "\nholds  a bound" in printed and "\nFAILS  another" in printed
+    _, record = run(tmp_path, "--configs", "1,5")
+    assert [row["letter"] for row in record["rows"]] == ["a", "c", "d", "z"], "in the order of the cases"
+    assert [row["letter"] for row in record["nested"]["pairs"]] == ["a", "a", "b", "b"]
+
+
+def test_an_item_leaves_time_for_those_after_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, record = run(tmp_path, "--time-budget", "9")
+    assert not record["rows"] and len(record["nested"]["pairs"]) == 4
+    assert "skipped for time: letters: a, letters: b" in capsys.readouterr().out
+
+
+def test_rows_have_the_peers_that_were_wanted(tmp_path: Path) -> None:
+    bench = replace(TOY, peers=("sonic", "scattermoe"), goes_on=True)
+    _, record = run(tmp_path, "pairs", "--peers", "scattermoe", bench=bench)
+    assert [row["peers"] for row in record["nested"]["pairs"]] == [[]] * 4
+    before = (tmp_path / "toy.json").stat().st_mtime_ns
+    run(tmp_path, "pairs", "--peers", "scattermoe", bench=bench)
+    assert (tmp_path / "toy.json").stat().st_mtime_ns == before, "nothing to add"
+    _, record = run(tmp_path, "pairs", bench=bench)
+    assert [row["peers"] for row in record["nested"]["pairs"]] == [["sonic"]] * 4
+
+
+def test_quick_is_short_and_a_gpu_has_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(running, "need_hopper", lambda: None)
+    monkeypatch.setattr(running, "joined", lambda device, timeout: real("cpu", timeout))
+    monkeypatch.setattr(running, "RESULTS", tmp_path / "h200")
+    monkeypatch.setattr(running, "gpu_name", lambda: "NVIDIA H100 80GB HBM3, driver 580")
+    running.run(TOY, ["--quick"])
+    (row,) = json.loads((tmp_path / "h100" / "toy-quick.json").read_text())["rows"]
+    assert row["letter"] == "A" and row["ms"] == 6.0
+
+
+real = running.joined
+
+
+def test_kernels_of_other_processes_are_a_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(case: str, machine: Machine) -> Row:
+        return {"launched": {"theirs": {"a": "description"}}}
+
+    def stamped(measure: Callable[..., Row], *given: Any) -> Row:
+        return measure(*given) | {"of": {"kernels": ["ours"]}}
+
+    monkeypatch.setattr(running, "stamped", stamped)
+    (row,) = running.measured(measure, {"letter": "a"}, "a", Machine("cpu", 1))
+    assert row == {"letter": "a", "of": {"kernels": ["ours", "theirs"]}} and "theirs" in identity.KERNELS
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "integrations"])
+def test_every_short_form_measures_its_cases(name: str, short_form: Callable[[str], Path]) -> None:
+    bench, folder = bench_of(name), short_form(name)
+    for job in running.options_of(bench, [*(["all"] if bench.goes_on else []), "--cpu"]).jobs:
+        record = common.read_json(folder / f"{job.item.file or bench.name}.json")
+        assert "failed" not in record and record["protocol"]
+        rows = [row for row in running.rows_at(record, job.item) if running.is_of(row, job.item.key(job.case))]
+        assert rows and not any(map(earlier, rows)), "rows of today's benchmark"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_cases_are_told_apart(name: str) -> None:
+    for item in bench_of(name).items.values():
+        for cases in (item.cases, item.short, item.quick):
+            keys = [json.dumps(item.key(case)) for case in cases]
+            assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "products"])
+def test_commands_that_are_recorded_parse(name: str) -> None:
+    bench = bench_of(name)
+    words = ["all"] if bench.goes_on else ["--resume"]
+    assert running.options_of(bench, [*words, "--time-budget", "480"]).jobs
+    if any(item.quick for item in bench.items.values()):
+        assert running.options_of(bench, [*words, "--quick"]).jobs
+
+
+def test_the_layers_of_both_papers() -> None:
+    assert (
+        running.options_of(bench_of("layer"), ["--parts", "shapes", "--configs", "1-2,23"]).jobs[2].case
+        == (common.SHAPES[22])
+    )
+    assert Sizes(16384, 7168, 2048, 256, 8) in [job.case for job in running.options_of(bench_of("module"), []).jobs]
