@@ -264,10 +264,10 @@ CEILINGS = {
     "blazeproto/blocksparse/**/*.py": 586,
     "blazeproto/distributed/**/*.py": 470,
     "blazeproto/integrations/**/*.py": 300,
-    "blazeproto/lab/**/*.py": 2834,
+    "blazeproto/lab/**/*.py": 2843,
     "ptxsim/*.py": 2900,
-    "scripts/**/*.py": 10486,
-    "tests/**/*.py ptxsim/tests/**/*.py": 26840,
+    "scripts/**/*.py": 9681,
+    "tests/**/*.py ptxsim/tests/**/*.py": 24091,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 4796,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

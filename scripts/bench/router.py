@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ def make_case(shape: Sizes, dtype: torch.dtype, device: str = "cuda") -> tuple[R
 
     sizes = (shape.d, shape.n, shape.E, shape.K)
     options: dict[str, Any] = {"aux_loss": AUX_LOSS, "z_loss": Z_LOSS, "device": device, "dtype": dtype}
-    router = cast(Router, MoE(*sizes, router="topk_softmax", **options).router)
+    router = MoE(*sizes, router="topk_softmax", **options).router
     with torch.no_grad():
         router.weight.copy_(normal(shape.E, shape.d) * shape.d**-0.5)  # logits at unit scale
     return router, normal(shape.T, shape.d).to(torch.bfloat16).requires_grad_(), normal(shape.T, shape.K)

@@ -124,20 +124,20 @@ class Layer:
     def _forward(
         self, x: Tensor, given: Tensor, mask: Tensor | None, options: dict[str, Any], compiled: bool
     ) -> tuple[Tensor, ...]:
-        layer = self.module
+        layer: Any = self.module
         if self.case.elsewhere:
             ids, scores = self.ids[given], self.scores[given]
             if mask is not None:
                 ids = ids.masked_fill(~mask[:, None], -1)
                 x = torch.where(mask[:, None], x, 0)
             weights = (layer.up_proj_weight, layer.down_proj, scores, ids)
-            function = self.compiled[moe_mlp] if compiled else moe_mlp
+            function: Any = self.compiled[moe_mlp] if compiled else moe_mlp
             return ids, scores, function(x, *weights, num_experts=self.case.E, backend="hopper", **options)
         before, layer.options = layer.options, replace(layer.options, **options)
         chosen: list[Any] = []
         handle = layer.router.register_forward_hook(lambda *given: chosen.append(given[-1])) if not compiled else None
         try:
-            run = self.compiled[layer] if compiled else layer
+            run: Any = self.compiled[layer] if compiled else layer
             out, _ = run(x) if mask is None else run(x, mask=mask)
             routing = chosen[0] if chosen else layer.router(x)
         finally:

@@ -76,7 +76,7 @@ def test_a_run_that_is_stopped_goes_on(tmp_path: Path) -> None:
     assert record["failed"] == {"b": "OutOfMemoryError: no memory"}
     assert run(tmp_path, "--parts", "letters", "--resume")[0] == "b1"
     assert run(tmp_path, "--parts", "letters")[0] == "abcd1", "all again"
-    record["rows"][0]["of"]["protocol_identity"] = "another benchmark"
+    record["rows"][0]["of"]["version"] = 0
     (tmp_path / "toy.json").write_text(json.dumps(record))
     assert run(tmp_path, "--parts", "letters", "--resume")[0] == "ab1", "a's row is of another benchmark"
 

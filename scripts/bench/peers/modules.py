@@ -84,7 +84,7 @@ def program_of(layer: MoE, x: Tensor, d_out: Tensor, **given: Tensor) -> ModuleP
         return out, loss if loss.requires_grad else loss.requires_grad_()  # a router without one has a plain 0
 
     def weights() -> dict[str, Tensor]:
-        router = cast(Router, layer.router)
+        router = layer.router
         return _gradients(router=router.weight, up=layer.up_proj_weight, down=layer.down_proj)
 
     return ModuleProgram(layer, x, call, d_out, torch.ones((), device=x.device), weights)
