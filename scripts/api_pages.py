@@ -1,4 +1,4 @@
-"""What the site's API pages show beside the sources' text: an extension of griffe, which mkdocstrings loads (zensical.toml).
+"""Adds to the site's API pages what the sources' text lacks: an extension of griffe, which mkdocstrings loads (zensical.toml).
 
 Examples that begin with ">>>" become blocks of code; a NamedTuple gets its constructor; a field gets the comment behind it; and
 a docstring or signature that the program makes, as for the options of `MoE`, stands in place of the one in the source.
@@ -44,7 +44,7 @@ def is_field(member: Any) -> bool:
 
 
 def as_parameter(given: inspect.Parameter) -> Parameter:
-    """A parameter as griffe has it."""
+    """A parameter in griffe's form."""
     annotation = given.annotation if isinstance(given.annotation, str) else inspect.formatannotation(given.annotation)
     default = str(given.default.value) if isinstance(given.default, Enum) else given.default
     value = None if given.default is given.empty else repr(default)

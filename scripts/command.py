@@ -55,12 +55,12 @@ def run_module(*words: str) -> int:
 
 
 def has_hopper() -> bool:
-    """Whether there is a GPU that runs the kernels."""
+    """Whether this machine has a GPU that runs the kernels."""
     return _lacks() is None
 
 
 def need_hopper() -> None:
-    """`refuse` where there is no Hopper GPU: before anything is measured, and any file is written."""
+    """`refuse` without a Hopper GPU, before anything is measured and any file is written."""
     if lacks := _lacks():
         refuse(f"needs a CUDA device of {lacks}; nothing was run")
 

@@ -36,7 +36,7 @@ COMPLAINT = re.compile(r"^(mkdocstrings|griffe): ", re.MULTILINE)  # zensical's 
 
 
 def place(path: str) -> str:
-    """Where build/docs has a file of the repository. path is relative to the root, as is the result to build/docs."""
+    """The place in build/docs of a file of the repository. path is relative to the root, the result to build/docs."""
     if path in FROM_ROOT:
         return FROM_ROOT[path]
     there = path.removeprefix("docs/") if path.startswith("docs/") else f"repository/{path}"

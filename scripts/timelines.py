@@ -3,8 +3,8 @@
     python -m scripts.timelines                                    # on a Hopper GPU
     python -m scripts.timelines --shape 32768,4096,1024,64,4 --out /tmp/timelines
 
-Writes docs/timeline_up.svg, docs/timeline_weight.svg and results/h200/timeline.json; with --out all three there. The shape is
-that of docs/kernels.md; ids are uniform at random.
+Writes docs/timeline_up.svg, docs/timeline_weight.svg and results/h200/timeline.json; with --out all three there. The default
+shape is docs/kernels.md's; ids are uniform at random.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ one process at a time may use, and which is never part of the text:
     shards-STEP/     of a run with --parallel, these but for the random state: each rank writes its part
     summary.json     how it ended, with the sample
 
-Ctrl-C saves a checkpoint and ends. A resumed run sees the batches and the random numbers that it would have seen, so its
-losses are, on one device, those of a run that was never interrupted, to the bit. One that is made longer has from there on the
-learning rates of a run of so many steps: after its end they rise again. One that is resumed with other --attention-tiles keeps
+Ctrl-C saves a checkpoint and ends. A resumed run sees the batches and the random numbers that it would have seen, so on one
+device its losses are bitwise identical to an uninterrupted run's. One that is made longer has from there on the
+learning rates of a run of the new length: after its end they rise again. One that is resumed with other --attention-tiles keeps
 them from there on, and its losses are the same but for the rounding of sums. A run with --parallel goes on on any number of
 ranks, on the same number to the bit. The exit code is 2 where an option, the text or a checkpoint is refused, 1 where training
 fails or another rank is gone, 130 where Ctrl-C leaves no checkpoint or no summary.
@@ -225,7 +225,7 @@ class Trainer:
         path = self.folder / CHECKPOINT
         state = run_folder.load_checkpoint(path)
         if state["data"] != self.data:
-            raise CheckpointError(f"checkpoint: {path} was trained on another text than there is now")
+            raise CheckpointError(f"checkpoint: {path} was trained on another text than this run has")
         # A setting that came after the checkpoint has its default there.
         then, now = dataclasses.asdict(Config()) | state["config"], dataclasses.asdict(self.config)
         # The text has been compared; where it lies may have changed.
@@ -461,7 +461,7 @@ def given_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def settings_of(folder: Path, given: dict[str, Any]) -> Config:
-    """What a run began with. Options that are given must say the same, but for those of RESUMED_WITH."""
+    """The settings that a run began with. Options that are given must agree with them, except for RESUMED_WITH."""
     try:
         config = Config(**run_folder.read_config(folder / CONFIG))
     except (ValueError, TypeError) as error:

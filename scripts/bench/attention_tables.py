@@ -6,7 +6,7 @@ from scripts.bench.markdown import Record, figure, origin, table
 
 
 def attention_tiles_table(record: Record) -> str:
-    """Time and memory over the number of tiles, and those of as many micro-batches."""
+    """Time and memory over the number of tiles, and of as many micro-batches."""
     rows = record["rows"]
     columns = [
         ("G", figure("tiles", digits=0)),

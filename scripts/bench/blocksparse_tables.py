@@ -15,7 +15,7 @@ def rows_of(record: Record, part: str) -> list[Record]:
 
 
 def speed(row: Record) -> float:
-    """What share of torch.bmm's speed ours has."""
+    """Our speed as a share of torch.bmm's."""
     return float(row["bmm_ms"] / row["ours_ms"])
 
 

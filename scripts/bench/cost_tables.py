@@ -1,4 +1,4 @@
-"""What `blazeproto.cost` predicts beside what was measured: a table, sentences and a plot of whole layers and products."""
+"""Predictions of `blazeproto.cost` beside measurements: a table, sentences and a plot of whole layers and products."""
 
 from __future__ import annotations
 

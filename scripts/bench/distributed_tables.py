@@ -71,7 +71,7 @@ def expert_parallel_table(record: Record) -> str:
 
 
 def exchange_share(record: Record) -> str:
-    """Which share of a layer's forward the exchange is, by its sizes; a sentence."""
+    """The exchange's share of a layer's forward, by its sizes; a sentence."""
     rows = [row for row in record.get("ep", []) if "dispatch_ms" in row and "fwd_ms" in row]
     if not rows:
         return NOT_MEASURED

@@ -59,7 +59,7 @@ def ratios(row: Record, peer: str) -> list[float]:
 
 
 def times_ours(row: Record, peer: str) -> float | None:
-    """The median of the runs' ratios; None where there are fewer than RUNS."""
+    """The median of the runs' ratios; None with fewer than RUNS."""
     found = ratios(row, peer)
     return statistics.median(found) if len(found) >= RUNS else None
 

@@ -138,7 +138,7 @@ def equal() -> dict[str, dict[str, Any]]:
 
 
 def todays(name: str) -> str:
-    """The identity of today's kernel with the same machine code as a kernel of earlier sources; any other's own."""
+    """The identity that this checkout gives a kernel of earlier sources with the same machine code; any other's own."""
     return str(equal()["kernels"].get(name, name))
 
 
@@ -167,19 +167,19 @@ def name_of(measure: Callable[..., Any]) -> str:
 
 
 def benchmark_of(of: Mapping[str, Any]) -> tuple[str, int]:
-    """The name and the version of the benchmark that made a row. Rows that were made before there were versions have a hash."""
+    """The name and the version of the benchmark that made a row. Rows from before versions have a hash."""
     if "protocol_identity" in of:
         return equal()["benchmarks"].get(of["protocol_identity"], ""), 1
     return equal()["benchmarks"].get(of["protocol"], of["protocol"]), of["version"]
 
 
 def compared(of: Mapping[str, Any]) -> tuple[frozenset[str], tuple[str, int]]:
-    """Kernels and benchmark of a row's `of`, kernels by the name of today's that was shown to be equal."""
+    """Kernels and benchmark of a row's `of`; a kernel of earlier sources counts as the one of the sources here that equals it."""
     return frozenset(map(todays, of["kernels"])), benchmark_of(of)
 
 
 def earlier(row: Mapping[str, Any]) -> str:
-    """The part of a row that is no longer here: "kernels", "benchmark" or, of a row of today's, "".
+    """The part of a row that is no longer here: "kernels", "benchmark", or "" for a current row.
 
     A row that does not say which kernels were launched is of earlier ones; one that no benchmark timed has no protocol.
     """

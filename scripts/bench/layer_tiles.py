@@ -1,4 +1,4 @@
-"""Which tiles the products take in a layer of some sizes, as a kernel's macros say them."""
+"""The tiles that the products take in a layer of some sizes, as a kernel's macros say them."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def _all_sizes(cfg: Mapping[str, int], rows: Sequence[int]) -> list[Sizes]:
 
 
 def other_tiles(description: Mapping[str, Any], cfg: Mapping[str, int], rows: Sequence[int] = ()) -> bool:
-    """Whether a kernel has tiles that its product does not take in a layer of these sizes; False where the row has none, and of
-    fp8, whose tiles no size chooses. rows: how many it may have besides T K, as those of a router that drops some."""
+    """Whether a kernel has tiles that its product does not take in a layer of these sizes; False without tiles, and for
+    fp8, whose tiles no size chooses. rows: numbers of rows that it may have besides T K, as with a router that drops some."""
     defines = description.get("defines", {})
     if "BN" not in defines or "FP8" in defines or not set("TdnEK") <= cfg.keys():
         return False

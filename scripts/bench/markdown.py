@@ -55,7 +55,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def signs_of(rows: Sequence[Record]) -> list[str]:
-    """What marks each row that is not of today's kernels; nothing where `origin` says the same of all."""
+    """The mark of each row that earlier kernels made; none if `origin` says the same of all."""
     reasons = [earlier(row) for row in rows]
     return [SIGNS.get(reason, "") if len(set(reasons)) > 1 else "" for reason in reasons]
 
@@ -82,14 +82,14 @@ def versions_of(rows: Sequence[Record], names: Sequence[str]) -> str:
 
 
 def caveat(rows: Sequence[Record]) -> str:
-    """Which rows are not of today's kernels: "of earlier kernels", or "3 of 27 of earlier kernels"; empty where all are."""
+    """Tells the rows that earlier kernels made: "of earlier kernels", or "3 of 27 of earlier kernels"; empty for none."""
     reasons = [earlier(row) for row in rows]
     counts = {said: reasons.count(reason) for reason, said in EARLIER.items() if reason in reasons}
     return ", ".join(said if count == len(rows) else f"{count} of {len(rows)} {said}" for said, count in counts.items())
 
 
 def origin(rows: Iterable[Record], *packages: str) -> str:
-    """Where, when and with which ``packages`` rows, and all runs of each, were measured; which are not of today's kernels."""
+    """The GPU, dates and ``packages`` of rows and all of their runs, and the rows that earlier kernels made."""
     rows = [run for row in rows for run in row.get("runs", [row])]
     if not rows:
         return ""
@@ -105,7 +105,7 @@ def origin(rows: Iterable[Record], *packages: str) -> str:
 
 
 def figure(*path: str, digits: int = 2) -> Callable[[Record], str]:
-    """What makes a cell of the number that lies there in a row: a dash where there is none."""
+    """Makes a cell of a number in a row; a dash if the row lacks it."""
 
     def cell(row: Record) -> str:
         found: Any = row

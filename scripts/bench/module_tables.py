@@ -137,7 +137,7 @@ def module_claim(record: Record) -> str:
 
 
 def module_details(record: Record) -> str:
-    """Which of the benchmark's bounds hold, how far a ratio moves from round to round, and times with gaps between kernels."""
+    """The benchmark's bounds that hold, how far a ratio moves from round to round, and times with gaps between kernels."""
     rows = compared(record)
     if not rows:
         return NOT_MEASURED

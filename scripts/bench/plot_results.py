@@ -59,7 +59,7 @@ def short_name(row: Record, sign: str) -> str:
 
 
 def caption(record: Record) -> str:
-    """What stands below a picture: `origin` of what is drawn, as plain text."""
+    """The text below a picture: `origin` of its rows, as plain text."""
     drawn = next(record[name] for name in ("series", "rows", "weak_scaling") if record.get(name))
     rows = [*rows_in(drawn)]
     return origin(rows, *(("torch",) if "series" in record else PEERS)).replace("*", "")
@@ -218,7 +218,7 @@ def plot_prediction(record: Record, path: Path, name: Callable[[Record], str], t
 
 
 def plot_drawn(record: Record, path: Path, draw: Callable[[Any, Record], None], size: tuple[float, float]) -> None:
-    """What ``draw`` makes of an empty figure and the record."""
+    """A figure that ``draw`` fills from the record."""
     figure = Figure(figsize=size, layout="constrained")
     draw(figure, record)
     save(figure, record, path)

@@ -1,7 +1,7 @@
 """The tables and measured sentences of README and docs/*.md, made from results/. `plot_results.py` puts them there.
 
 A page marks each place by `<!-- results:NAME -->` and `<!-- /results:NAME -->`; what is between is replaced: by a table, which
-stands between empty lines, or by a sentence, which stands in its paragraph. Where the results are missing, the text stays.
+stands between empty lines, or by a sentence, which stands in its paragraph. If the results are missing, the text stays.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from scripts.bench.training_tables import TRAINING, TRAINING_CLAIMS, curves, tra
 
 
 def load(name: str, results: Path) -> Record | None:
-    """A file's record; of "A|B" that of the first file that exists. What no H200 has measured is an H100's."""
+    """A file's record; for "A|B" the first file's that exists. Figures that no H200 has measured are an H100's."""
     folders = (results, results.parent / "h100")
     paths = (folder / f"{each}.json" for each in name.split("|") for folder in folders)
     return next((read_json(path) for path in paths if path.exists()), None)

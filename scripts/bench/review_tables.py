@@ -16,7 +16,7 @@ HALVES = {"gelu": 1, "swiglu": 2}
 
 
 def noted(said: str, rows: list[Record]) -> str:
-    """A sentence, with which of its ``rows`` are not of today's kernels."""
+    """A sentence, with the ``rows`` that earlier kernels made."""
     return f"{said} ({note})" if (note := caveat(rows)) else said
 
 
@@ -38,7 +38,7 @@ def skew_claim(record: Record) -> str:
 
 
 def dispatch_claim(record: Record) -> str:
-    """What the builders take over a radix sort, and how much of the map of all tokens and experts is in memory; sentences."""
+    """The builders' time over a radix sort's, and the part of the map of all tokens and experts that is in memory; sentences."""
     if not (rows := record["rows"]):
         return NOT_MEASURED
     tiled, dense = ([row["sort_ms"] / row[f"{name}_ms"] for row in rows] for name in ("tiled", "dense"))
@@ -64,7 +64,7 @@ def megablocks_claim(record: Record) -> str:
 
 
 def memory_split(record: Record) -> str:
-    """Which share of what MegaBlocks keeps beyond ours the activation's intermediates are, by count; a sentence."""
+    """The activation's intermediates as a share of what MegaBlocks keeps beyond ours, by count; a sentence."""
     rows = [row for row in rows_of(record, "layers") if "megablocks_saved_MiB" in row]
     if not rows:
         return NOT_MEASURED
@@ -88,13 +88,13 @@ SHEET = "H100, data sheet"
 
 
 def longer_by(sizes: Sizes, gpu: str) -> float:
-    """What "recompute" is predicted to add, as a share of a forward + backward."""
+    """The predicted cost of "recompute", as a share of a forward + backward."""
     minimal, recompute = (sum(cost.predicted_layer_ms(sizes, save, gpu)) for save in ("minimal", "recompute"))
     return recompute / minimal - 1
 
 
 def recompute_claim(record: Record) -> str:
-    """What the policies keep, and what "recompute" is predicted to take; sentences."""
+    """The bytes that the policies keep, and the predicted cost of "recompute"; sentences."""
     if not (rows := record["rows"]):
         return NOT_MEASURED
     sizes = [sizes_of(row) for row in rows]

@@ -26,8 +26,8 @@ DISPATCH_COLUMNS = {
 
 
 def dispatch_table(record: Record) -> str:
-    """Dispatch builders by model: every column that ends in _ms, and the ratio to the floor. What the paper reports was
-    measured on an H100, and its columns say so."""
+    """Dispatch builders by model: every column that ends in _ms, and the ratio to the floor. The paper's figures are of
+    an H100, and their columns say so."""
     fields = [field for field in record["rows"][0] if field.endswith("_ms")]
     columns: list[Column] = [("model", itemgetter("name")), *words("TEK")]
     columns += [(DISPATCH_COLUMNS.get(f, f[:-3].replace("_", " ")), figure(f, digits=3)) for f in fields]
@@ -39,7 +39,7 @@ def dispatch_table(record: Record) -> str:
 
 
 def experts_growth(record: Record) -> str:
-    """What a dispatch for the most experts takes over one for the fewest, one sentence."""
+    """The time of a dispatch for the most experts over one for the fewest, one sentence."""
     rows = sorted(record.get("series", {}).get("E", []), key=lambda row: row["E"])
     if not rows:
         return NOT_MEASURED

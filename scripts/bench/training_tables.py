@@ -1,4 +1,4 @@
-"""Tables, sentences and the plot of training runs: curves.json, train.json, and those of `scripts.lm.compare_runs`."""
+"""Tables, sentences and the plot of training runs: of curves.json, train.json, and `scripts.lm.compare_runs`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Beside = Callable[[Record, Record], float | None]  # of two runs' rows of one se
 
 
 def groups(record: Record, item: str) -> dict[str, Group]:
-    """The rows that answer a question, by run, in the question's order; runs that are not there are left out."""
+    """The rows that answer a question, by run, in the question's order; missing runs are left out."""
     length = ITEMS[item].length
     found = {
         run: {row["seed"]: row for row in record["rows"] if (row["run"], row["length"]) == (run, length)}
@@ -56,7 +56,7 @@ def groups(record: Record, item: str) -> dict[str, Group]:
 
 
 def line_of(run: str, group: Group) -> Record:
-    """What a table's columns are made of. of: with the kernels of all seeds."""
+    """The record that a table's columns are made from. of: with the kernels of all seeds."""
     rows = [*group.values()]
     kernels = sorted({name for row in rows for name in row["of"]["kernels"]})
     return {"run": run, "group": group, "of": rows[0]["of"] | {"kernels": kernels}}
@@ -267,7 +267,7 @@ def said_of(
     unit: str,
     of: Callable[[list[float]], float] = max,
 ) -> str:
-    """ "0.10 % (a), 0.20 % (b, of one seed)", of the seeds' values that there are the largest one or what ``of`` makes."""
+    """ "0.10 % (a), 0.20 % (b, of one seed)", of the seeds' values the largest one or what ``of`` makes."""
     said = [
         f"{number(of(values), digits)} {unit} ({RUNS[run].label}{', of one seed' if len(values) == 1 else ''})"
         for run, values in parts.items()
@@ -330,7 +330,7 @@ def dense_claim(record: Record) -> str:
 
 
 def more_claim(item: str, what: str, runs: tuple[str, ...], record: Record) -> str:
-    """What is added to the validation loss of ours with top-k, in the mean of the seeds; part of a sentence."""
+    """The difference to the validation loss of ours with top-k, in the mean of the seeds; part of a sentence."""
     more = {run: pair(record, item, run, OURS, more_validation) for run in runs}
     said = said_of(record, item, more, 4, "nats a byte", statistics.fmean)
     return f"{what} {said}" if said else NOT_MEASURED

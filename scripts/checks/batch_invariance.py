@@ -199,7 +199,7 @@ def differing(whole: Results, part: Results, places: Tensor) -> dict[str, int]:
 
 
 def run_case(case: Case, chosen: list[str], ways: Counter[str]) -> list[str]:
-    """What differs, a line each."""
+    """The differences, a line each."""
     layer = Layer(case)
     whole = layer.run(torch.arange(case.T, device="cuda"), "eager")
     lines = []

@@ -415,7 +415,7 @@ def attempted(run: Callable[..., Outputs], *arguments: Any) -> Outputs:
 
 
 def inputs_of(package: ModuleType, layer: Layer, draw: Draw) -> dict[str, Tensor]:
-    """By name: those of `LEAVES` that the layer has, ``d_out``, and what `Draw.experts` returns."""
+    """By name: the layer's `LEAVES`, ``d_out``, and the results of `Draw.experts`."""
     (tokens, d, n, experts, top_k), width = layer.shape, layer.shape.n * halves(package, layer.activation)
     made = {
         "x": draw.normal(tokens, d),
@@ -534,7 +534,7 @@ def step_of(call: Callable[[], tuple[Tensor, ...]], leaves: list[Tensor], given:
 
 
 def module_step(package: ModuleType, device: str, shape: Shape) -> Callable[[], Any]:
-    """A forward and a backward of ``MoE`` as `scripts.bench.module` has it: bf16, topk_softmax, auxiliary loss 0.01."""
+    """A forward and a backward of ``MoE`` as in `scripts.bench.module`: bf16, topk_softmax, auxiliary loss 0.01."""
     draw, backend = Draw(str(shape), device), "hopper" if device == "cuda" else "torch"
     options: Options = {"router": "topk_softmax", "aux_loss": 0.01, "dtype": torch.bfloat16}
     layer = filled(package.MoE(*shape[1:], backend=backend, device=device, **options), draw)
@@ -548,7 +548,7 @@ def module_step(package: ModuleType, device: str, shape: Shape) -> Callable[[], 
 
 
 def router_step(package: ModuleType, device: str, shape: Shape) -> Callable[[], Any]:
-    """A forward and a backward of a router as `scripts.bench.router` has it: both losses, dX and dW of an fp32 weight."""
+    """A forward and a backward of a router as in `scripts.bench.router`: both losses, dX and dW of an fp32 weight."""
     draw = Draw(str(shape), device)
     options: Options = {"aux_loss": 0.01, "z_loss": 0.001, "device": device, "dtype": torch.float32}
     router = filled(package.router.make_router("topk_softmax", shape.d, shape.E, shape.K, **options), draw)
@@ -562,7 +562,7 @@ def router_step(package: ModuleType, device: str, shape: Shape) -> Callable[[], 
 
 
 def lora_step(package: ModuleType, device: str, shape: Shape) -> Callable[[], Any]:
-    """A forward and a backward of experts with factors, as `scripts.bench.lora` has them; x, scores and factors are trained."""
+    """A forward and a backward of experts with factors, as in `scripts.bench.lora`; x, scores and factors are trained."""
     given = inputs_of(package, Layer(shape, rank=RANK), Draw(str(shape), device))
     leaves = [given[name] for name in LEAVES if name in given and name not in ("up_proj", "down_proj")]
     factors, backend = low_rank_factors(package, given), "hopper" if device == "cuda" else "torch"

@@ -70,7 +70,7 @@ def load(root: Path, device: str, products: dict[str, cases.Product]) -> None:
     package = importlib.import_module("blazeproto")
     found = Path(package.__file__ or "").resolve().parents[1]
     if found != root:
-        raise ImportError(f"expected blazeproto in {root}, got that of {found}")
+        raise ImportError(f"expected blazeproto in {root}, got {found}'s")
     for room in ("activations", "dispatch", "gemm", "router"):
         importlib.import_module(f"blazeproto.{room}")
     HERE.package, HERE.device = package, device
@@ -189,7 +189,7 @@ def too_far(old: list[Any], new: list[Any]) -> str:
 
 
 def difference(old: Record, new: Record) -> str:
-    """What differs between two records of a case; "" if nothing does."""
+    """The outputs that differ between two records of a case; "" if none does."""
     both = zip(SIDES, (old, new), strict=True)
     if errors := [f"{side} failed: {made['error']}" for side, made in both if "error" in made]:
         return "; ".join(errors)

@@ -1,4 +1,4 @@
-"""Which kernels have the machine code that another checkout's have, though their sources differ. Needs no GPU.
+"""Finds kernels with the same machine code as another checkout's, though their sources differ. Needs no GPU.
 
     git worktree add .base COMMIT
     python -m scripts.checks.equal_kernels --old .base             # those of the registry and of the committed results
@@ -56,7 +56,7 @@ def code_of(kernel: Kernel) -> str:
 
 
 def kernels_here(descriptions: list[identity.Description]) -> Iterator[Kernel]:
-    """Those of the registry, and those of descriptions that are still made here."""
+    """The registry's kernels, and the described ones that are still made here."""
     yield from gemm.all_kernels()
     for description in descriptions:
         kernel = identity.made_again(description)

@@ -101,7 +101,7 @@ FP8_DS_NORM = 0.2  # norm of dS over sqrt(P d), below which its errors are not r
 
 
 def draw_layer(rng: random.Random, experts: int, top_k: int) -> tuple[Sizes, dict[str, Any]]:
-    """A layer of so many experts, and the options of `make_case`."""
+    """A layer of ``experts`` experts, and the options of `make_case`."""
     tokens = rng.choice([0, 1, *(rng.randint(2, 64),) * 3, *(rng.randint(65, 700),) * 4, rng.randint(701, 4000)])
     d, n = (8 * rng.choice([rng.randint(1, 12), rng.randint(8, 48), 8, 16, 32, 64]) for _ in range(2))
     pairs = tokens * top_k
@@ -194,7 +194,7 @@ class Training(NamedTuple):
 
 
 def draw_experts(seed: int) -> tuple[Sizes, dict[str, Any], dict[str, Any], Training]:
-    """The layer of a seed, the options of `make_case`, those of ``moe_mlp``, and what is trained."""
+    """The layer of a seed, the options of `make_case` and of ``moe_mlp``, and what is trained."""
     rng = random.Random(f"experts {seed}")
     shape, options = draw_layer(rng, *rng.choice(EXPERTS))
     options["rank"] = 0  # of products alone
@@ -212,7 +212,7 @@ def draw_experts(seed: int) -> tuple[Sizes, dict[str, Any], dict[str, Any], Trai
 
 
 def kernels_of_experts(seeds: range) -> list[Kernel]:
-    """Those of the products; compiles those of the dispatches, which are Numba's, one after the other."""
+    """The products' kernels; compiles the dispatches' kernels, which are Numba's, one after the other."""
     drawn = [draw_experts(seed) for seed in seeds]
     for shape, options, _, _ in drawn:
         tokens, top_k = (shape.T * shape.K, 1) if options["varying"] else (shape.T, shape.K)
@@ -240,7 +240,7 @@ class Adapted(Arithmetic):
     """Arithmetic of weights with low-rank factors beside them, by name.
 
     stores_products: whether each is rounded before anything is made of it, dA' and what a low-rank term is added to as well, as
-    `blazeproto.autograd.torch_formulas` has it; else their sums go on as they are, as in the Hopper backend's kernels.
+    in `blazeproto.autograd.torch_formulas`; else their sums go on as they are, as in the Hopper backend's kernels.
     """
 
     factors: Mapping[str, LowRank]
@@ -337,7 +337,7 @@ def check_experts(seed: int, totals: dict[str, Pool]) -> list[str]:
 
 
 def draw_fp8(seed: int) -> tuple[Sizes, dict[str, Any], dict[str, Any]]:
-    """The layer of a seed, the options of `make_case`, and those of ``moe_mlp``."""
+    """The layer of a seed, the options of `make_case` and of ``moe_mlp``."""
     rng = random.Random(f"fp8 {seed}")
     shape, options = draw_layer(rng, *rng.choice(EXPERTS))
     options |= {
@@ -398,7 +398,7 @@ def check_fp8(seed: int, totals: dict[str, Pool]) -> list[str]:
 
 
 def draw_blocks(seed: int) -> tuple[tuple[int, int], float, int, int]:
-    """Blocks of rows and of columns, the share of them that there is, k and m of `make_block_case`."""
+    """Numbers of blocks in rows and columns, the share of blocks in use, k and m of `make_block_case`."""
     rng = random.Random(f"blocks {seed}")
     shape = rng.randint(1, 12), rng.randint(1, 12)
     k, m = (8 * rng.choice([rng.randint(1, 40), 8, 64]) for _ in range(2))
@@ -423,7 +423,7 @@ def check_blocks(seed: int, totals: dict[str, Pool]) -> list[str]:
 
 
 class Part(NamedTuple):
-    """What is fuzzed together. A seed says all about a run.
+    """A part of the package that is fuzzed together. A seed says all about a run.
 
     draw: what a run does, to be printed.  kernels: those that runs need.  check: one run, as `check_products`.
     pools: names in ``totals``.

@@ -234,7 +234,7 @@ def noticed(mutant: Mutant, folder: Path, jobs: int) -> str:
 
 
 def place_of(mutant: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells one fault from the others, whatever runs it."""
+    """The fields that tell one fault from the others, whatever runs it."""
     return mutant["file"], mutant["line"], mutant["new"]
 
 
@@ -249,7 +249,7 @@ def copied(folder: Path) -> None:
 
 
 def row_of(mutant: Mutant, folder: Path, jobs: int) -> dict[str, Any]:
-    """What the tests say of a fault. One that the program does the same with is not run, and has no time."""
+    """The tests' verdict on a fault. A fault that changes nothing is not run, and has no time."""
     if mutant.same:
         return {"mutant": mutant._asdict(), "noticed_by": ""}
     return {"mutant": mutant._asdict(), "noticed_by": noticed(mutant, folder, jobs), "measured": now()}

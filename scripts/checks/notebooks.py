@@ -4,8 +4,8 @@
     python -m scripts.checks.notebooks 1 3      # those whose names begin so
 
 Without a Hopper GPU the outputs are written into the notebooks. On one the notebooks stay as they are, and what their cells
-for a GPU print (tag "gpu") goes to results/h200/tutorial.json, by the cells' ids, dated; a notebook shows it where there is
-no GPU. A cell that fails ends the run, and nothing of its notebook is written. Needs nbclient, nbformat and ipykernel.
+for a GPU print (tag "gpu") goes to results/h200/tutorial.json, by the cells' ids, dated; a notebook shows it without
+a GPU. A cell that fails ends the run, and nothing of its notebook is written. Needs nbclient, nbformat and ipykernel.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def printed(cell: Any) -> str:
 
 
 def printed_on_the_gpu(notebook: Any) -> dict[str, Any]:
-    """What each cell for a GPU printed, by the cell's id, and where, when and with which sources."""
+    """The output of each cell for a GPU, by the cell's id, and where, when and with which sources it was made."""
     cells = [cell for cell in notebook.cells if "gpu" in cell.metadata.get("tags", [])]
     return {cell.id: {"text": printed(cell), **provenance()} for cell in cells}
 

@@ -1,10 +1,10 @@
-"""A layer's Hopper backend where there is no GPU: its tensors are a CPU's, of device -1; kernels are neither compiled nor run.
+"""A layer's Hopper backend without a GPU: its tensors are a CPU's, of device -1; kernels are neither compiled nor run.
 
     with launches() as seen:
         layer(x)[0].sum().backward()
     seen.frames                # by kernel: for each of its launches the package's frames, outermost first
 
-What a kernel would have written is zeros.
+Outputs of kernels are zeros.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ ENDS = re.compile(r"(?<=[.!?:;])\s+(?=[A-Z])")
 
 
 class Offence(NamedTuple):
-    """Where a sentence stands, the rule that it breaks, and the sentence."""
+    """A sentence, its place, and the rule that it breaks."""
 
     file: str
     line: int

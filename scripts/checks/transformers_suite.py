@@ -3,8 +3,8 @@
     python -m scripts.checks.transformers_suite FOLDER                                          # prints
     python -m scripts.checks.transformers_suite FOLDER --log results/cpu/transformers-tests.log # and keeps the lines
 
-FOLDER is a checkout, or the unpacked source distribution of a release. The tests run with the transformers in its ``src``. What
-it has of these runs:
+FOLDER is a checkout, or the unpacked source distribution of a release. The tests run with the transformers in its ``src``, as far
+as it has them:
 
     sentinels   tests/kernels/test_moe_experts_forward.py
     models      test_eager_matches_batched_and_grouped_inference of tests/models, of each family with the decorator
@@ -96,7 +96,7 @@ def line(test: str, outcome: str, reason: str = "") -> str:
 
 
 class Case(unittest.TestCase):
-    """What the function asks of a model's test class."""
+    """The attributes that the function asks of a model's test class."""
 
     def __init__(self, model_class: type, config: Any) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Case(unittest.TestCase):
 
 
 def module_of_common(folder: Path) -> Any:
-    """Their tests/test_modeling_common.py, under another name than our tests have. What it imports for other tests and a
+    """Their tests/test_modeling_common.py, under another name than our tests have. Its imports for other tests that a
     source distribution lacks are empty classes."""
     package = types.ModuleType("theirs")
     package.__path__ = [str(folder / "tests")]
@@ -212,7 +212,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def kept(log: Path, title: str) -> str:
-    """What a log has of other versions."""
+    """The lines of a log that are of other versions."""
     sections = re.split(r"^(?=# )", log.read_text(), flags=re.MULTILINE) if log.exists() else []
     return "".join(section for section in sections if not section.startswith(f"# {title}:"))
 

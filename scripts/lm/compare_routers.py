@@ -5,8 +5,8 @@
     python -m scripts.lm.compare_routers --train top_k hash  # only these
 
 Reads runs/router-NAME/metrics.jsonl, as scripts/train_lm.py writes it, and replaces the table in docs/routers.md. A router
-without a run keeps its row. The page stays as it is where there is no run, and the exit code is 2; and where a run had other
-settings than the preset, such as --steps: then the table of these runs is printed alone.
+without a run keeps its row. Without any run the page stays as it is, and the exit code is 2. If a run had other settings than the
+preset, such as --steps, the page stays too, and the table of these runs is only printed.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Training:
 
     @property
     def key(self) -> Row:
-        """What tells its row from the others. settings: those that are not the CPU preset's, which a new one is."""
+        """The fields by which its row is found. settings: those that differ from the CPU preset, to which a new one is added."""
         settings = {
             field.name: value
             for field in dataclasses.fields(Config)
@@ -84,7 +84,7 @@ class Training:
 
 @contextmanager
 def stopped_after(seconds: float) -> Iterator[None]:
-    """Ctrl-C comes after so many seconds."""
+    """Raises KeyboardInterrupt after ``seconds``, as Ctrl-C would."""
     timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), os.kill, (os.getpid(), signal.SIGINT))
     timer.daemon = True
     timer.start()
@@ -95,7 +95,7 @@ def stopped_after(seconds: float) -> Iterator[None]:
 
 
 def options_of(config: Config) -> list[str]:
-    """What it has other than the Hopper preset, as the command line of train_lm takes it."""
+    """The settings that differ from the Hopper preset's, as options of train_lm."""
     words = []
     for name, value in dataclasses.asdict(config).items():
         flag = name.replace("_", "-")
@@ -132,7 +132,7 @@ def train(training: Training, folder: Path, device: str, seconds: float) -> Row 
 
 
 def row_of(training: Training, place: Path) -> Row:
-    """What the folder of a run that has ended says. ms_a_step: None where all of its steps are of the first lines."""
+    """The row of an ended run, from its folder. ms_a_step: None if all of its steps are among the first lines."""
     lines = [json.loads(line) for line in (place / METRICS).read_text().splitlines()]
     summary = json.loads((place / SUMMARY).read_text())
     config = training.config

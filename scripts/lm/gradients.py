@@ -1,8 +1,8 @@
 """The gradients of every expert's weights, in bf16 and in fp8, beside float64's: of one batch, at the model's first weights.
 
-A forward and a backward of the model, in bf16, give each layer's tokens, choice, scores and the gradient of its output. Of these
-the layer's weight gradients are computed again in each precision, and in float64 of the same bf16 tokens and the weights as they
-are. The head's weights, which begin at zero and would leave no gradient, are drawn.
+A forward and a backward of the model, in bf16, give each layer's tokens, choice, scores and the gradient of its output. From
+these the layer's weight gradients are computed again in each precision, and in float64 of the same bf16 tokens and the weights as
+they are. The head's weights, which begin at zero and would leave no gradient, are drawn.
 """
 
 from __future__ import annotations

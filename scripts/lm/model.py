@@ -9,7 +9,7 @@ A block is x + attention(norm(x)), then x + experts(norm(x)): RMSNorm (Zhang and
 positions (Su et al. 2021) on queries and keys that are normalised (Henry et al. 2020), no biases.
 
 With ``attention_tiles`` = G above 1 the sequences go through a block's attention in G tiles, one after the other, and each tile
-is computed again in backward: the activations inside attention are never those of more than one tile. The experts get all
+is computed again in backward: the activations of at most one tile exist inside attention. The experts get all
 sequences at once (Batch Tiling on Attention, Soboleva 2025).
 
 The text: Python's own standard library, or any file or folder, as one tensor of bytes for training and one that is held
@@ -42,7 +42,7 @@ GREEDY_BELOW = 1e-30  # logits over a lower temperature overflow
 
 
 class Output(NamedTuple):
-    """What a forward pass gives."""
+    """The results of a forward pass."""
 
     logits: Tensor  # (B, T, V)
     loss: Tensor | None  # cross-entropy in nats a byte, where there were targets
@@ -173,7 +173,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompt: bytes, num_bytes: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:
-        """The prompt and so many bytes more, each drawn from softmax(logits / temperature); at temperature 0 the likeliest.
+        """The prompt and ``num_bytes`` more bytes, each drawn from softmax(logits / temperature); at temperature 0 the likeliest.
 
         Raises:
             TypeError: the prompt is no bytes, num_bytes or seed no int, temperature no number.
@@ -231,7 +231,7 @@ HELD_OUT = 16  # one file in so many
 def text_files(place: Path, pattern: str = "*", runs: Path | None = None) -> list[tuple[str, bytes]]:
     """Relative path and content of each UTF-8 file below a folder, in the order of their paths.
 
-    What training writes is left out: the folders of runs, and all of ``runs``, if it lies below the folder.
+    Files that training writes are left out: the folders of runs, and all of ``runs``, if it lies below the folder.
     """
     place, runs = place.resolve(), runs.resolve() if runs else None
     above = {place, *place.parents}

@@ -78,7 +78,7 @@ class Watch(threading.Thread):
                 os._exit(1)
 
     def verdict(self, rank: int, word: bytes) -> str:
-        """What is wrong with a rank that has said ``word``, or ""."""
+        """The fault of a rank that has said ``word``, or ""."""
         now = time.monotonic()
         last, since = self.heard.get(rank, (b"", now))
         if word != last:
@@ -130,7 +130,7 @@ class Ranks:
         return bool(self.sum(torch.tensor([int(flag)])))
 
     def told(self, value: Any) -> Any:
-        """What rank 0 has."""
+        """Rank 0's value."""
         if self.size == 1:
             return value
         values = [value]
@@ -138,14 +138,14 @@ class Ranks:
         return values[0]
 
     def of_first(self, make: Callable[[], Made]) -> Made:
-        """What rank 0's ``make`` returns, on all ranks; or what it raises, on all."""
+        """The result of rank 0's ``make``, on all ranks; if it raises, its error on all."""
         made, error = self.told(_tried(make) if self.first else (None, None))
         if error is not None:
             raise error
         return made
 
     def of_each(self, make: Callable[[], Made]) -> list[Made]:
-        """What each rank's ``make`` returns, on all ranks, in their order; or what the first that raised did, on all."""
+        """The results of all ranks' ``make``, on all ranks, in their order; if some raise, the first one's error on all."""
         tried = [_tried(make)]
         if self.size > 1:
             (own,), tried = tried, tried * self.size
@@ -250,8 +250,8 @@ def own_device(device: torch.device, name: str | None) -> torch.device:
 
 
 def tell_of(error: BaseException, watch: Watch) -> None:
-    """This rank ends by an error: the others are told. Where it comes of a collective that failed, another rank is likely gone:
-    the watch then names it and ends this process."""
+    """This rank ends by an error: the others are told. If the error comes from a collective that failed, another rank is likely
+    gone: the watch then names it and ends this process."""
     cause: BaseException | None = error
     while cause is not None and not (isinstance(cause, RuntimeError) and OF_EXCHANGES.search(str(cause))):
         cause = cause.__context__

@@ -1,4 +1,4 @@
-"""What scripts/train_lm.py leaves on disk: runs/NAME/ with a checkpoint, metrics and a picture.
+"""The files that scripts/train_lm.py leaves on disk: runs/NAME/ with a checkpoint, metrics and a picture.
 
 Each run has a folder of its own. Making the folder is what takes its name, so two processes cannot take the same one. While a
 run is used, its process holds a lock on a file there; the kernel ends the lock with the process, however that ends.
@@ -48,26 +48,26 @@ class CheckpointError(Exception):
 
 
 class SaveError(Exception):
-    """A file of a run cannot be written. What was there is there still, and nothing half-written."""
+    """A file of a run cannot be written. The file is as it was before, and nothing is half-written."""
 
 
 # ---- folders -----------------------------------------------------------------------------------------------------
 
 
 def check_name(name: str) -> None:
-    """ValueError unless ``name`` can be that of a folder, and can be typed."""
+    """ValueError unless ``name`` can name a folder, and can be typed."""
     if name in ("", ".", "..") or name.startswith("-") or "/" in name or not name.isprintable():
         raise ValueError(f"name: expected a folder's name, printable, without / and with no - in front, got {name!r}")
 
 
 @contextmanager
 def new_run(runs: Path, name: str | None, preset: str) -> Iterator[Path]:
-    """A new folder in ``runs``, locked: ``name``, or the first of preset, preset-2, preset-3, … that is not there yet.
+    """A new folder in ``runs``, locked: ``name``, or the first of preset, preset-2, preset-3, … that is free.
 
-    It is removed if what follows raises before there is a line of metrics or a checkpoint.
+    It is removed if the run raises before it has written a line of metrics or a checkpoint.
 
     Raises:
-        ValueError: there is a ``name`` already, or no folder can be made.
+        ValueError: ``name`` exists already, or no folder can be made.
     """
     missing = [place for place in (runs, *runs.parents) if not place.exists()]
     folder = _make(runs, name, preset)
@@ -147,7 +147,7 @@ def newest(runs: Path, *, ended: bool) -> Path:
 def written_whole(path: Path) -> Iterator[Path]:
     """A file beside ``path`` to write to. It takes that place when all is written, and goes if writing fails.
 
-    SaveError, which names ``path``: the disk is full, or the like. What was there is there still.
+    SaveError, which names ``path``: the disk is full, or the like. Then the file is as it was before.
     """
     beside = path.with_suffix(".tmp")
     try:
@@ -171,7 +171,7 @@ def not_written(path: Path, error: BaseException) -> SaveError:
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Whenever the program ends, there is one whole checkpoint. SaveError if there is no new one."""
+    """Writes a checkpoint; whenever the program ends, one whole checkpoint exists. SaveError if no new one could be written."""
     # In a file that Python opened a full disk is an OSError, if under torch's RuntimeError.
     with written_whole(path) as beside, beside.open("wb") as file:
         torch.save(state, file)

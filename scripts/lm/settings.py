@@ -65,7 +65,7 @@ def setting(default: Any, text: str, interval: str = "", *, names: Sequence[str]
     """A field of a settings class.
 
     default: its type is the setting's.  text: what it does.  interval: where a number may lie, as mathematics writes it:
-    "[0, 1)" has 0 and not 1, "(0, inf]" has infinity.  names: the strings that there are, if not all are right.
+    "[0, 1)" has 0 and not 1, "(0, inf]" has infinity.  names: the strings that are allowed; () for any.
     """
     return dataclasses.field(default=default, metadata={"text": text, "interval": interval, "names": tuple(names)})
 

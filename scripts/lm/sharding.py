@@ -10,7 +10,7 @@
 fsdp is FSDP2 block by block: weights are gathered, in bf16 if the run is of bf16, before a block runs, and freed after it, or,
 with reshard=False, after its backward, which then need not gather them again; gradients are reduced in fp32. Norms and routers
 are small and decide much: they stay in fp32, whole. ep is `blazeproto.distributed.expert_parallel`: tokens travel instead of
-weights. Every gradient becomes that of the mean of the ranks' losses.
+weights. Every gradient becomes the gradient of the mean of the ranks' losses.
 
 A checkpoint is a folder that `torch.distributed.checkpoint` writes, each rank its shards, and reads on any number of ranks. The
 checksums of its files are in checkpoint.pt, which has its own, and are compared before anything is loaded.

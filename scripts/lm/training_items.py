@@ -1,6 +1,6 @@
-"""Which training runs are compared: what each has other than its preset, and the questions that they answer.
+"""The training runs that are compared: each with its changes of the preset, and the questions that they answer.
 
-A run belongs to several questions, and is made once. Its settings are those of `BASE`, with the run's own over them.
+A run belongs to several questions, and is made once. Its settings are `BASE`'s, with the run's own over them.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ SHORT_STEPS = {"first steps": 4, "1000 steps": 8}  # by length
 
 
 def config_of(item: str, run: str, seed: int, *, short: bool) -> Config:
-    """The settings of a run. short: those of a CPU's short form, whose kernels are plain torch."""
+    """The settings of a run. short: of a CPU's short form, whose kernels are plain torch."""
     own = RUNS[run].settings
     if not short:
         return dataclasses.replace(BASE, seed=seed, **{**dict(ITEMS[item].changes), **own})

@@ -1,4 +1,4 @@
-"""What the papers' tables have in common: cells and rows of programs' figures."""
+"""Cells and rows of programs' figures, which the papers' tables share."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def gpu_of(row: Record) -> str | None:
 
 
 def floor(row: Record, least_ms: Callable[[Sizes, str], float]) -> float | None:
-    """What ``least_ms`` says of a row's sizes on its GPU; None where that has no rates."""
+    """The floor by ``least_ms`` of a row's sizes on its GPU; None for a GPU without rates."""
     gpu = gpu_of(row)
     return None if gpu is None else least_ms(Sizes(**row["cfg"]), gpu)
 

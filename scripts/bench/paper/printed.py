@@ -1,4 +1,4 @@
-"""What the papers print: MoEBlaze (H100, PyTorch 2.0.1, CUDA 12.1) and SonicMoE (H100), as figures give it in their texts."""
+"""The papers' own figures: MoEBlaze (H100, PyTorch 2.0.1, CUDA 12.1) and SonicMoE (H100), as figures give it in their texts."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def over(rows: Iterable[Record], above: str, below: str, measure: Callable[[Reco
 
 
 def claims(rows: Rows) -> Rows:
-    """What SonicMoE's text says of Figures 1, 5 and 6a, measured: a row a claim, by program."""
+    """The claims of SonicMoE's text about Figures 1, 5 and 6a, measured: a row a claim, by program."""
     seven = [row for row in rows if (row["cfg"]["d"], row["cfg"]["n"]) == (1536, 256)]
     small = [row for row in rows if row["cfg"]["d"] in (768, 1536)]
 

@@ -65,7 +65,7 @@ def predicted_ms(policy: str, row: Record) -> float:
 
 
 def longer(policy: str, row: Record) -> float | None:
-    """A policy's time over that of "minimal"."""
+    """A policy's time over "minimal"'s."""
     ms, minimal = value(row, policy, "fwdbwd_ms"), value(row, "minimal", "fwdbwd_ms")
     return ms / minimal if ms and minimal else None
 
@@ -100,7 +100,7 @@ def predicted_cell(policy: str, row: Record) -> str:
 
 
 def activations_of(rows: Rows) -> Rows:
-    """A row for each activation, with its time over that of SwiGLU, or of SiLU where there is no gate."""
+    """A row for each activation, with its time over SwiGLU's, or without a gate over SiLU's."""
     made = []
     for row in rows:
         base = value(row, row["activation"], "fwdbwd_ms")
@@ -124,7 +124,7 @@ def spread(values: list[float], digits: int = 2) -> str:
 
 
 def waterfall_claim(record: Record) -> str:
-    """What the steps save together and each, part of a sentence."""
+    """The time that the steps save, together and each, part of a sentence."""
     rows = [row for row in record["rows"] if {"plain", "minimal"} <= row["programs"].keys()]
     if not rows:
         return NOT_MEASURED
@@ -191,7 +191,7 @@ def plot_waterfall(figure: Any, record: Record) -> None:
 
 
 def plot_policies(figure: Any, record: Record) -> None:
-    """Each policy's time over that of "minimal", over T and over n: measured, and dotted the prediction."""
+    """Each policy's time over "minimal"'s, over T and over n: measured, and dotted the prediction."""
     axes = figure.subplots(1, 2, sharey=True)
     for axis, letter in zip(axes, "Tn", strict=True):
         rows = sorted((row for row in record["rows"] if row["label"] == letter), key=lambda row: row["cfg"][letter])

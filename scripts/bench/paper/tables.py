@@ -98,7 +98,7 @@ def rates(gpu: str) -> str:
 
 
 def notes(shown: Shown, record: Record) -> str:
-    """Where it was measured, which rates its floors are made of, and who is absent."""
+    """Notes: the GPU and date, the rates of its floors, and the absent programs."""
     rows = record["rows"]
     there = shown.rows(rows) or rows
     absent = {name: reason for row in rows for name, reason in row.get("absent", {}).items()}
