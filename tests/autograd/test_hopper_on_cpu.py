@@ -107,7 +107,7 @@ def transpose(case):
 
 @pytest.fixture
 def over(watch):
-    """Of each backward's launch, whether dH lies over H."""
+    """For each backward's launch, whether dH lies over H."""
     found = []
     watch(down_backward, "launch", lambda *args, dh, **_: found.append(dh.data_ptr() == args[2].data_ptr()))
     return found

@@ -167,7 +167,7 @@ def test_the_sanitizers_target_has_every_activation() -> None:
         sanitize_target.layers(),
         sanitize_target.block_products(),
         sanitize_target.dispatches(),
-        sanitize_target.choices(),
+        sanitize_target.operators(),
     )
     names = [name for name, _ in chain(*parts)]
     assert len(set(names)) == len(names)
