@@ -85,7 +85,7 @@ def test_all_groups_are_no_groups():
 
 FULL = pytest.mark.full
 FORWARD = [
-    (128, 8, "softmax_topk", False, False, True, 1, 1),
+    pytest.param(128, 8, "softmax_topk", False, False, True, 1, 1, marks=FULL),
     pytest.param(8, 2, "softmax_topk", False, False, True, 1, 1, marks=FULL),
     pytest.param(512, 10, "sigmoid", True, False, True, 1, 1, marks=FULL),
     pytest.param(1000, 9, "softmax_topk", False, False, False, 1, 1, marks=FULL),
