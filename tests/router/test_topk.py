@@ -22,8 +22,9 @@ OPTIONS = [
 
 
 def by_torch(logits: torch.Tensor, experts: torch.Tensor, score: str, renormalize=None, scale=1.0) -> torch.Tensor:
-    scores = (logits.sigmoid() if score == "sigmoid" else logits.softmax(1)).gather(1, experts.long())
-    if renormalize or score == "topk_softmax" or (renormalize is None and score == "sigmoid"):
+    kind = SCORES[score]
+    scores = kind.value(logits).gather(1, experts.long())
+    if renormalize or kind.over_chosen or (renormalize is None and kind.renormalized):
         scores = scores / scores.sum(1, keepdim=True)
     return scores * scale
 
