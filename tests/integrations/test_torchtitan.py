@@ -238,15 +238,13 @@ def test_other_experts_are_refused_by_name(name: str) -> None:
     make, words = OTHERS[name]
     config = titan.block_config()
     config.routed_experts.inner_experts = make().Config(dim=D, hidden_dim=N, num_experts=EXPERTS)
-    with pytest.raises(ValueError, match=f"experts: expected torchtitan's GroupedExperts, .*, got .*{words}"):
-        titan.overridden(config)
+    assert words in refuses(lambda: titan.overridden(config), "experts").got
 
 
 def test_a_class_made_of_ours_is_refused() -> None:
     """As a converter that comes after the override would make it: its low-precision product would never be called."""
     config = low_precision("MXFP8", ours.Experts).Config(dim=D, hidden_dim=N, num_experts=EXPERTS)
-    with pytest.raises(ValueError, match="got MXFP8Experts: MXFP8 products"):
-        config.build()
+    assert "MXFP8Experts: MXFP8 products" in refuses(config.build, "experts").got
 
 
 class Wrapped(Tensor):
@@ -254,17 +252,12 @@ class Wrapped(Tensor):
 
 
 @pytest.mark.parametrize(
-    ("change", "got"),
-    [
-        (lambda weight: weight.to(torch.float8_e4m3fn), r"torch\.float8_e4m3fn"),
-        (lambda weight: weight.as_subclass(Wrapped), "a tensor of torchao"),
-    ],
+    "change", [lambda weight: weight.to(torch.float8_e4m3fn), lambda weight: weight.as_subclass(Wrapped)]
 )
-def test_quantised_weights_are_refused(change: Any, got: str) -> None:
+def test_quantised_weights_are_refused(change: Any) -> None:
     experts = experts_of(blocks()[1])
     experts.w3_EFD = nn.Parameter(change(experts.w3_EFD.detach()), requires_grad=False)
-    with pytest.raises(ValueError, match=f"w3_EFD: expected a weight that is not quantised, got {got}"):
-        experts(torch.randn(3, D), torch.tensor([3, 0, 0, 0, 0, 0]))
+    refuses(lambda: experts(torch.randn(3, D), torch.tensor([3, 0, 0, 0, 0, 0])), "w3_EFD")
 
 
 def test_a_wrong_policy_is_refused_when_it_is_set() -> None:

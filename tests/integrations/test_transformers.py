@@ -24,12 +24,11 @@ from tests.integrations import families  # noqa: E402
 from tests.integrations.families import experts_of, tiny, tokens  # noqa: E402
 from tests.refusals import refuses  # noqa: E402
 
-DOZEN = families.of_this_version(families.DOZEN)
-OTHERS = [family for family in families.causal_families() if family not in families.DOZEN]
-NEVER_BF16 = {
-    "inkling2_text",
-    "inkling2_loop_text",
-}  # the models themselves multiply float32 by bf16, and torch refuses
+FAMILIES = [  # a dozen, and in the full set all others
+    *families.of_this_version(families.DOZEN),
+    *(pytest.param(f, marks=pytest.mark.full) for f in families.causal_families() if f not in families.DOZEN),
+]
+NEVER_BF16 = {"inkling2_text", "inkling2_loop_text"}
 IN_PLACE = "in place (torch: the kernels need a CUDA GPU of compute capability 9.0; the tensors are on cpu)"
 CLASSES = [(folder, name) for folder, names in families.decorated().items() for name in names]
 ELSEWHERE = {  # of the classes that are not "in place"
@@ -78,7 +77,11 @@ def close(got: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
-def agrees_with_eager(family: str, calls: list[str]) -> None:
+# --- Families ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_trains_as_eager(family: str, calls: list[str]) -> None:
     model = tiny(family)
     model.set_experts_implementation("blazeproto")
     ways = ours.explain(model).values()
@@ -92,20 +95,6 @@ def agrees_with_eager(family: str, calls: list[str]) -> None:
     close(our_loss, loss)
     for name, gradient in gradients.items():
         close(our_gradients[name], gradient)
-
-
-# --- Families ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", DOZEN)
-def test_a_model_trains_as_eager(family: str, calls: list[str]) -> None:
-    agrees_with_eager(family, calls)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("family", OTHERS)
-def test_another_model_trains_as_eager(family: str, calls: list[str]) -> None:
-    agrees_with_eager(family, calls)
 
 
 # --- DeepSeek-V3, whose tokens choose among their best groups -------------------------------------------------------------
@@ -238,8 +227,11 @@ def test_a_gate_with_another_function_than_its_family_s_runs_as_it_is(calls: lis
             assert path(experts) == f"grouped_mm: its own gate, {name}._apply_gate"
 
 
-def bf16_experts_are_near_to_float32(family: str) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_experts_are_as_near_to_float32_as_eager(family: str) -> None:
     """Each experts module, on the inputs that it had in the model."""
+    if family in NEVER_BF16:
+        pytest.skip("the model itself multiplies float32 by bf16, and torch refuses")
     model = tiny(family).bfloat16()
     model.set_experts_implementation("blazeproto")
     inputs: dict[str, tuple[Tensor, ...]] = {}
@@ -255,17 +247,6 @@ def bf16_experts_are_near_to_float32(family: str) -> None:
             assert got.dtype == eager.dtype
             eager_error, error = ((t.float() - wanted).norm() / wanted.norm() for t in (eager, got))
             assert error <= max(1.1 * eager_error, 2**-7), (name, tuple(got.shape), error, eager_error)
-
-
-@pytest.mark.parametrize("family", DOZEN)
-def test_bf16_experts_are_as_near_to_float32_as_eager(family: str) -> None:
-    bf16_experts_are_near_to_float32(family)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("family", [family for family in OTHERS if family not in NEVER_BF16])
-def test_bf16_experts_of_another_model_are_as_near_to_float32_as_eager(family: str) -> None:
-    bf16_experts_are_near_to_float32(family)
 
 
 # --- Refused -------------------------------------------------------------------------------------------------------------

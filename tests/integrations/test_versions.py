@@ -36,6 +36,7 @@ def entrance(name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]
     pytest.importorskip(name)
     if name == "torchtitan":
         module = titan.load().__name__
+        optional.need.cache_clear()  # it may have looked just now
         monkeypatch.delitem(sys.modules, module)
         return lambda: importlib.import_module(module)
     return importlib.import_module(f"blazeproto.integrations.{name}").register

@@ -76,20 +76,6 @@ def some_pairs(num_tokens: int, num_experts: int, spare: int = 4) -> tuple[torch
     return pair_experts, token_offsets
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("score", SCORES)
-def test_the_operators_gradient_is_autograds(score: str, renormalize: bool) -> None:
-    options: dict[str, Any] = {"score": score, "renormalize": renormalize, "scale": 1.5}
-    logits = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
-    listed = some_pairs(9, 6)
-    right = fallback.pair_scores(logits, *listed, **options)
-    d_scores = torch.randn_like(right)
-    (d_logits,) = torch.autograd.grad(right, logits, d_scores)
-    scores = pair_ops.score_pairs(logits, *listed, *options.values())
-    torch.testing.assert_close(scores, right)
-    torch.testing.assert_close(torch.autograd.grad(scores, logits, d_scores)[0], d_logits)
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("score", SCORES)
 def test_a_token_with_one_logit_that_is_no_number(score: str, value: float) -> None:

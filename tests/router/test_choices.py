@@ -41,7 +41,7 @@ def cases(draw: st.DrawFn) -> Case:
     top_k = draw(st.integers(1, num_experts))
     torch.manual_seed(draw(st.integers(0, 2**31)))
     skew = torch.linspace(0, draw(st.sampled_from([0.0, 2.0, 60.0])), num_experts)
-    logits = torch.randn(num_tokens, num_experts, dtype=torch.float64) + skew
+    logits = torch.randn(num_tokens, num_experts, dtype=draw(st.sampled_from([torch.float32, torch.float64]))) + skew
     if draw(st.booleans()):
         logits = torch.round(logits)  # ties
     scores = torch.sigmoid(logits) if draw(st.booleans()) else torch.softmax(logits, dim=1)
@@ -105,35 +105,8 @@ def test_a_batch_too_small_to_round_keeps_every_pair(rule: str, masked: int) -> 
 def test_equation_14_first_bound_holds_within_a_tile_not_half_of_one() -> None:
     """The paper also bounds each expert's own error by M / 2. Its Algorithm 6 does not, nor can anything that keeps
     the total: of two experts with 4 tokens and tiles of 10, one must become 10 (6 off) or the total is 8 off. What
-    holds for each expert is less than one tile (the property test above)."""
+    holds for each expert is less than one tile: it is rounded to the multiple below or above."""
     assert rounded_counts(torch.tensor([4, 4]), 10, "balance_f", num_tokens=100).tolist() == [0, 10]
-
-
-def drawn(count: int) -> Tensor | None:
-    return TokenRounding(rule="sr_f").draws(count, torch.device("cpu"), torch.Generator().manual_seed(0))
-
-
-def test_stochastic_rounding_by_count() -> None:
-    n = rounded_counts(torch.full((4000,), 19), 16, "sr_f", num_tokens=1000, draws=drawn(4000))
-    assert set(n.tolist()) == {16, 32}
-    assert (n == 32).double().mean().item() == pytest.approx(3 / 16, abs=0.03)
-
-
-def test_stochastic_rounding_by_score_is_equation_13() -> None:
-    row = torch.tensor([0.9, 0.8, 0.7, 0.6, 0.5, 0.25, 0.15, 0.1])  # tile 4: the last tile's scores sum to one
-    n = rounded_counts(
-        torch.full((4000,), 6), 4, "nr_s", num_tokens=8, sorted_scores=row.expand(4000, 8), draws=drawn(4000)
-    )
-    assert set(n.tolist()) == {4, 8}
-    assert (n == 8).double().mean().item() == pytest.approx(0.75, abs=0.03)
-
-
-def test_a_count_that_is_whole_stays_under_every_rule() -> None:
-    for rule in RULES:
-        n = rounded_counts(
-            torch.tensor([0, 16, 32]), 16, rule, num_tokens=64, sorted_scores=torch.rand(3, 64), draws=drawn(3)
-        )
-        assert n.tolist() == [0, 16, 32]
 
 
 def test_token_choice_wins_however_small_its_score() -> None:
@@ -144,37 +117,8 @@ def test_token_choice_wins_however_small_its_score() -> None:
     assert order.tolist() == [[3, 0, 1, 2]]
 
 
-def test_a_nan_token_stays_where_it_chose() -> None:
-    scores = torch.rand(6, 2)
-    scores[5] = math.nan
-    experts = torch.zeros(6, 1, dtype=torch.int32)
-    mask = TokenRounding(tile=4, rule="down")(scores, experts)
-    assert mask[:, 0].sum() == 4 and mask[5, 0] and not mask[:, 1].any()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Expert choice
-
-
-def test_every_expert_takes_a_nan_token() -> None:
-    scores = torch.rand(8, 4)
-    scores[6] = math.nan
-    assert ExpertChoice()(scores, torch.zeros(8, 1, dtype=torch.int32))[6].all()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Capacity
-
-
-def test_batch_priority_is_first_choices_first_then_the_surest_token() -> None:
-    scores = torch.tensor([[0.5, 0.4, 0.1], [0.3, 0.7, 0.0], [0.45, 0.55, 0.0]])
-    experts = choose_top_k(scores, 2)  # [0, 1], [1, 0], [1, 0]
-    mask = Capacity(capacity_factor=0.5, priority="score")(scores, experts)  # one token an expert
-    assert mask.tolist() == [[True, False, False], [False, True, False], [False, False, False]]
-    # Sorted by pair, whatever its slot, token 2's second choice of expert 0 (0.45) would come before token 3's first.
-    scores = torch.tensor([[0.1, 0.2, 0.7], [0.05, 0.05, 0.9], [0.45, 0.55, 0.0], [0.4, 0.3, 0.3]])
-    mask = Capacity(capacity_factor=0.375, priority="score")(scores, choose_top_k(scores, 2))
-    assert mask[:, 0].tolist() == [False, False, False, True]
 
 
 def test_batch_priority_ties_go_to_the_lower_token_and_nan_comes_first() -> None:

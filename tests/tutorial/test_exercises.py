@@ -17,6 +17,7 @@ from exercises import EXERCISES, check_exercise
 from simulator import simulate
 
 from blazeproto.lab import workbench
+from tests.refusals import refuses
 
 SOLUTIONS = Path(__file__).resolve().parents[2] / "docs" / "tutorial" / "solutions"
 FOLDER = Path(__file__).parent
@@ -109,24 +110,16 @@ def test_wrong_numbers_of_another_type_are_shown(change: Callable[[np.ndarray], 
     assert not outcome and message in outcome.report, outcome.report
 
 
-def test_nan_is_wrong() -> None:
-    right = solution("score_gradient")
-    assert callable(right)
-    outcome = check_exercise("score_gradient", lambda *arrays: right(*arrays) * float("nan"))
-    assert not outcome and "is nan" in outcome.report
-
-
 @pytest.mark.parametrize(
-    ("name", "given", "error", "message"),
+    ("name", "given", "argument", "error"),
     [
-        ("dispatch", None, ValueError, r"name: expected one of \('dispatch_lists'"),
-        ("dispatch_lists", 3, TypeError, "solution: expected a function for dispatch_lists, got int"),
-        ("silu_by_exp", 3, TypeError, "solution: expected CUDA text for silu_by_exp, got int"),
+        ("dispatch", None, "name", ValueError),
+        ("dispatch_lists", 3, "solution", TypeError),
+        ("silu_by_exp", 3, "solution", TypeError),
     ],
 )
-def test_bad_input(name: str, given: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        check_exercise(name, given)
+def test_bad_input(name: str, given: Any, argument: str, error: type[Exception]) -> None:
+    refuses(lambda: check_exercise(name, given), argument, error)
 
 
 def test_numba_that_can_neither_compile_nor_simulate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +145,7 @@ def test_an_edited_region_is_all_that_changes(tmp_path: Path) -> None:
     EXERCISES["silu_by_exp"].edit(tmp_path, "// mine")
     region = EXERCISES["silu_by_exp"].region
     assert (tmp_path / "up.cu").read_text() == source.read_text().replace(region, "// mine\n")
-    with pytest.raises(ValueError, match=r"up\.cu: expected one region that begins with"):
+    with pytest.raises(ValueError, match=r"^up\.cu: "):
         EXERCISES["silu_by_exp"].edit(tmp_path, "// again")
 
 
