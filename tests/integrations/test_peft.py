@@ -185,6 +185,10 @@ def test_two_adapters(calls: list[tuple[int, int]]) -> None:
         gradients = agrees_with_peft(model, calls)
         assert set(calls) == {(rank, rank)}
         assert {name.split(".")[-2] for name in gradients} == set(active)
+    model.base_model.set_adapter(["default"])
+    alone = logits_of(model, "blazeproto")
+    model.delete_adapter("second")
+    assert torch.equal(logits_of(model, "blazeproto"), alone)
 
 
 def test_disabled_adapters(calls: list[tuple[int, int]]) -> None:
