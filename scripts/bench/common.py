@@ -3,8 +3,6 @@
 Floors and bytes are those of `blazeproto.cost`, of a shape's ``sizes``.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import gc

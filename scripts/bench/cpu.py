@@ -7,8 +7,6 @@ Forward, and forward + backward, of the expert MLP (top-k excluded), the two pro
 round of each counts, since other work on the machine only adds time. A ratio above 1 means that blazeproto is faster.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 

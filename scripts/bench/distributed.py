@@ -16,8 +16,6 @@ the Hopper preset without dropout at learning rate 3e-4, every step's loss of th
 batch; largest_difference is the largest relative one of the smoothed losses (`scripts.lm.compare_backends`).
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import tempfile

@@ -17,8 +17,6 @@ peak_MiB: forward and backward over what was there before, weights and gradients
 one GPU's with all experts. "vdev_2d" is torch's own exchange alone (`scripts.bench.torch_exchange`), or "absent": why not.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

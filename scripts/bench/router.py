@@ -11,8 +11,6 @@ norm of what float64 computes from the same x, weight and choice; those of bf16 
 the exact gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial

@@ -4,8 +4,6 @@ Every function takes several callables by name and runs them in turn (A B A B), 
 all alike, and returns medians by name. Eager time below a millisecond is host time; the other two leave the host out.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

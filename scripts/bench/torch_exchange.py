@@ -12,8 +12,6 @@ they came, to O. Both as they run, eight in a row, by events. The GB/s are of `e
 other rank), so that they compare; moved_MiB: what leaves the GPU.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """What several tests of the benchmarks look at: every benchmark's short form on a CPU, measured once."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """`scripts.bench.attention_tiles`, in its short form on a CPU, and the table that is made of what it measures."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`scripts.bench.distributed` in its short form on one CPU rank; several ranks run it in tests/lm/test_ranks.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable

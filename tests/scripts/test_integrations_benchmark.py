@@ -1,7 +1,5 @@
 """`scripts.bench.integrations` on a CPU: tiny models, made-up times and bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

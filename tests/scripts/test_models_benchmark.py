@@ -1,7 +1,5 @@
 """`scripts.bench.models`: every item in its short form on a CPU, processes of their own, README's table, and the pictures."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Module against module and the router's accuracy, on a CPU: made-up measurements, and a stub in SonicMoE's place."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import math
 import os
@@ -258,7 +256,7 @@ def test_kernels_are_summed_by_call(monkeypatch: pytest.MonkeyPatch, queued: boo
     durations = {"A": iter([1000.0] * 99), "B": iter([2000.0, 4000.0] * 99)}
 
     class Profile:
-        def __enter__(self) -> Profile:
+        def __enter__(self) -> "Profile":
             log.clear()
             return self
 
@@ -299,7 +297,7 @@ def test_a_layer_is_timed_on_the_way_that_its_peak_is_of(monkeypatch: pytest.Mon
         def __init__(self) -> None:
             self.inner = profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
-        def __enter__(self) -> Profile:
+        def __enter__(self) -> "Profile":
             self.inner.__enter__()
             return self
 

@@ -1,7 +1,5 @@
 """The frame of the benchmarks: which cases run, what becomes of rows, and every short form on a CPU."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Rows of whole layers: the models by name, choices of experts, skewed routings, padding, few tokens."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
