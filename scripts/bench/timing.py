@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from blazeproto.autograd import private
@@ -321,6 +322,13 @@ class Machine:
     @property
     def on_gpu(self) -> bool:
         return self.device == "cuda"
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """Each value of the rank that has the largest."""
+        made = torch.tensor(values, dtype=torch.float64, device=self.ranks.device)
+        if self.ranks.size > 1:
+            dist.all_reduce(made, dist.ReduceOp.MAX)
+        return made.tolist()
 
     def times(self, calls: Mapping[str, Call], together: Sequence[str] = (), *, gaps: bool = False) -> GpuTimes:
         """Milliseconds by name, as `gpu_ms` measures them, or by the clock; those of ``together`` are measured alike."""
