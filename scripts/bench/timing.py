@@ -9,8 +9,7 @@ import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -19,7 +18,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from blazeproto.autograd import private
 from blazeproto.lab.times import HOLD_CYCLES, ROUNDS, Call, Rotation, interleaved_ms
-from scripts.lm.ranks import HOST, Ranks
+
+if TYPE_CHECKING:
+    from scripts.lm.ranks import Ranks
 
 Pool = Any  # what torch.cuda.graph_pool_handle gives
 
@@ -309,6 +310,13 @@ Row = dict[str, Any]
 PARTS = {"fwd": "forward", "fwdbwd": "forward_backward"}  # of a layer's step: in results, and of a program
 
 
+def alone() -> "Ranks":
+    """This process, without others."""
+    from scripts.lm.ranks import HOST, Ranks  # not above: `compare_worker` takes the package of another checkout
+
+    return Ranks(HOST)
+
+
 @dataclass(frozen=True)
 class Machine:
     """device: "cuda" or "cpu".  rounds: of which times are medians; on a CPU the quickest counts.  peers: the programs that are
@@ -317,7 +325,7 @@ class Machine:
     device: str
     rounds: int
     peers: tuple[str, ...] = ()
-    ranks: Ranks = field(default_factory=partial(Ranks, HOST))
+    ranks: "Ranks" = field(default_factory=alone)
 
     @property
     def on_gpu(self) -> bool:
