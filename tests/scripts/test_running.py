@@ -1,6 +1,8 @@
 """The frame of the benchmarks: which cases run, what becomes of rows, and every short form on a CPU."""
 
+import importlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from scripts.bench import common, identity, running
 from scripts.bench.identity import earlier
 from scripts.bench.running import Bench, Item
 from scripts.bench.timing import Machine
+from scripts.checks import gpu_check
 from tests.scripts.conftest import NAMES, bench_of
 
 pytestmark = pytest.mark.costly_fixture
@@ -156,13 +159,26 @@ def test_all_cases_are_told_apart(name: str) -> None:
             assert len(set(keys)) == len(keys)
 
 
-@pytest.mark.parametrize("name", [*NAMES, "products"])
-def test_commands_that_are_recorded_parse(name: str) -> None:
-    bench = bench_of(name)
-    words = ["all"] if bench.goes_on else ["--resume"]
-    assert running.options_of(bench, [*words, "--time-budget", "480"]).jobs
-    if any(item.quick for item in bench.items.values()):
-        assert running.options_of(bench, [*words, "--quick"]).jobs
+RECORDED = re.findall(r"-m (scripts\.bench\.[^`]*)`", (common.REPOSITORY / "results" / "README.md").read_text())
+RECORDED += [
+    command.partition("-m scripts.")[2].replace("bench.", "scripts.bench.", 1)
+    for step in gpu_check.STEPS.values()
+    for command in (step.command, step.full)
+    if "-m scripts.bench." in command
+]
+
+
+@pytest.mark.parametrize("command", sorted({*RECORDED}))
+def test_commands_that_are_recorded_parse(command: str) -> None:
+    name, *words = command.replace("NAME", "all").replace("FOLDER", "caches").split()
+    name = name.removeprefix("scripts.bench.")
+    if (common.REPOSITORY / "scripts" / "bench" / name).is_dir():
+        name += ".__main__"
+    module = importlib.import_module(f"scripts.bench.{name}")
+    if hasattr(module, "BENCH"):
+        assert running.options_of(module.BENCH, words).jobs
+    else:
+        assert name in ("headline", "cpu", "tuning", "plot_results")
 
 
 def test_the_layers_of_both_papers() -> None:
