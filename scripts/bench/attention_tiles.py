@@ -12,8 +12,6 @@ quickest round. saved: what autograd keeps after the forward, of micro after one
 forward and backward over what was there before, gradients included; on a CPU by the profiler.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 

@@ -16,8 +16,6 @@ layers: MoEBlaze's Table 1, forward and forward + backward, router excluded, dis
 durations by the profiler; bytes kept for backward, and the peak. MegaBlocks is absent where it is not installed.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from functools import partial

@@ -3,8 +3,6 @@
 Floors and bytes are those of `blazeproto.cost`, of a shape's ``sizes``.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import gc
@@ -118,10 +116,12 @@ def sizes_of_run(config: Any, batch: int, ranks: int = 1) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------- routings
 
 
-def route(shape: Sizes, kind: str, device: torch.device | str, generator: torch.Generator) -> torch.Tensor:
+def route(
+    shape: Sizes, kind: str, device: torch.device | str, generator: torch.Generator, exponent: float = 1.2
+) -> torch.Tensor:
     """Expert ids (T, K) int32, distinct in a row.
 
-    "uniform": every K of the E experts equally likely. "zipf": popularity of the r-th expert ~ r^-1.2, drawn without
+    "uniform": every K of the E experts equally likely. "zipf": popularity of the r-th expert ~ r^-exponent, drawn without
     replacement (Gumbel top-k). "half_on_one": half of the tokens use expert 0, the others never do.
     """
     T, E, K = shape.T, shape.E, shape.K
@@ -131,7 +131,7 @@ def route(shape: Sizes, kind: str, device: torch.device | str, generator: torch.
         keys = torch.rand(tokens, E, device=device, generator=generator)
         if kind == "zipf":
             rank = torch.arange(1, E + 1, device=device, dtype=torch.float32)
-            keys = -1.2 * rank.log() - (-keys.clamp_min(1e-12).log()).log()
+            keys = -exponent * rank.log() - (-keys.clamp_min(1e-12).log()).log()
         elif kind == "half_on_one":
             first = torch.arange(start, start + tokens, device=device) % 2 == 0
             keys[:, 0] = torch.where(first, 2.0, -1.0 if K < E else 0.5)

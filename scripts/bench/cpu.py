@@ -7,9 +7,9 @@ Forward, and forward + backward, of the expert MLP (top-k excluded), the two pro
 round of each counts, since other work on the machine only adds time. A ratio above 1 means that blazeproto is faster.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import torch
@@ -24,16 +24,7 @@ from scripts.command import argument_parser, positive
 SHAPES = [(1024, 256, 128, 8, 2), (2048, 512, 256, 16, 4), (1024, 768, 256, 64, 8), (4096, 256, 256, 16, 2)]
 
 
-def transformers_experts() -> Callable[..., Tensor] | None:
-    try:
-        from transformers.integrations.moe import grouped_mm_experts_forward
-    except ImportError as error:
-        print(f"transformers is not here ({error}); blazeproto alone")
-        return None
-    return grouped_mm_experts_forward
-
-
-def bench(shape: tuple[int, ...], dtype: torch.dtype, save: str, rounds: int) -> None:
+def bench(shape: tuple[int, ...], dtype: torch.dtype, rounds: int) -> None:
     num_tokens, d, n, num_experts, top_k = shape
     x = torch.randn(num_tokens, d, dtype=dtype, requires_grad=True)
     gate_up_proj = (torch.randn(num_experts, 2 * n, d) * d**-0.5).to(dtype).requires_grad_()
@@ -43,12 +34,11 @@ def bench(shape: tuple[int, ...], dtype: torch.dtype, save: str, rounds: int) ->
     d_out = torch.randn_like(x)
     parameters = (x, gate_up_proj, down_proj, scores)
 
-    def ours() -> Tensor:
-        return moe_mlp(x, gate_up_proj, down_proj, scores, experts, num_experts=num_experts, save=save, backend="torch")
-
+    ours = partial(moe_mlp, *parameters, experts, num_experts=num_experts, backend="torch")
     forwards: dict[str, Callable[[], Tensor]] = {"blazeproto": ours}
-    experts_forward = transformers_experts()
-    if experts_forward is not None:
+    if find_spec("transformers"):
+        from transformers.integrations.moe import grouped_mm_experts_forward
+
         # What the function reads of an experts module.
         module = SimpleNamespace(
             num_experts=num_experts,
@@ -64,7 +54,7 @@ def bench(shape: tuple[int, ...], dtype: torch.dtype, save: str, rounds: int) ->
         )
         module._apply_gate = lambda gate_up: F.silu(gate_up.chunk(2, -1)[0]) * gate_up.chunk(2, -1)[1]
         weights = scores if dtype == torch.float32 else scores.to(dtype)
-        forwards["transformers"] = lambda: experts_forward(module, x, experts, weights)
+        forwards["transformers"] = partial(grouped_mm_experts_forward, module, x, experts, weights)
 
     def with_backward(forward: Callable[[], Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(forward(), parameters, d_out, retain_graph=True)
@@ -83,15 +73,13 @@ def main() -> None:
     parser = argument_parser("scripts.bench.cpu", __doc__)
     parser.add_argument("--tokens", type=positive, help="instead of the shapes' own")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], action="append", help="default: both")
-    parser.add_argument("--save", default="minimal", choices=["minimal", "paper", "recompute"])
     parser.add_argument("--rounds", type=positive, default=15)
     options = parser.parse_args()
     torch.manual_seed(0)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     for dtype in options.dtype or ("float32", "bfloat16"):
         for shape in SHAPES:
-            shape = (options.tokens or shape[0], *shape[1:])
-            bench(shape, getattr(torch, dtype), options.save, options.rounds)
+            bench((options.tokens or shape[0], *shape[1:]), getattr(torch, dtype), options.rounds)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ Floors, at 4.24 TB/s: dispatch reads 4·T·K bytes and writes 8·T·K; top-k rea
 backward reads T·E logits and 8·T·K, and writes T·E.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple

@@ -16,8 +16,6 @@ the Hopper preset without dropout at learning rate 3e-4, every step's loss of th
 batch; largest_difference is the largest relative one of the smoothed losses (`scripts.lm.compare_backends`).
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import tempfile
@@ -28,7 +26,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from scripts.bench.common import sizes_of_run
 from scripts.bench.running import Bench, Item, of_case, run
@@ -95,10 +92,8 @@ def weak_scaling(case: Asked, machine: Machine) -> Row:
     for _ in range(machine.rounds + 1):  # the first warms up
         for name, program in programs.items():
             taken[name].append(seconds_of(program, steps))
-    slowest = torch.tensor([statistics.median(seconds[1:]) for seconds in taken.values()], dtype=torch.float64)
-    if ranks.size > 1:
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    alone, several = (config.batch * config.context / seconds for seconds in slowest.tolist())
+    slowest = machine.largest([statistics.median(seconds[1:]) for seconds in taken.values()])
+    alone, several = (config.batch * config.context / seconds for seconds in slowest)
     speeds = {"tokens_per_s_per_gpu": round(several, 1), "tokens_per_s_alone": round(alone, 1)}
     sizes = sizes_of_run(config, config.batch, ranks.size if "ep" in mode else 1)
     return {**sizes, **speeds, "efficiency": round(several / alone, 4)}

@@ -17,8 +17,6 @@ peak_MiB: forward and backward over what was there before, weights and gradients
 one GPU's with all experts. "vdev_2d" is torch's own exchange alone (`scripts.bench.torch_exchange`), or "absent": why not.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -43,7 +41,7 @@ from blazeproto.dispatch import Dispatch
 from blazeproto.distributed import AllToAll, Symmetric, expert_parallel
 from blazeproto.gemm import Sizes
 from blazeproto.router.router import Routing
-from scripts.bench.common import MIB, REPOSITORY, cfg_of
+from scripts.bench.common import MIB, REPOSITORY, cfg_of, free_memory
 from scripts.bench.running import TIMEOUT, Bench, Item, of_case, run
 from scripts.bench.timing import Machine, Row
 from scripts.command import some_of
@@ -127,36 +125,32 @@ def own(weight: Any) -> Tensor:
     return made
 
 
-class Timer:
-    """Times calls on all ranks: GPU milliseconds behind a barrier, the slowest rank's, medians of rounds."""
+def rank_ms(calls: list[Call], machine: Machine, *, before: Call) -> list[float]:
+    """The times of calls that run one after another in every round: behind a barrier, the slowest rank's, medians of rounds."""
+    taken: list[list[float]] = [[] for _ in calls]
+    for turn in range(machine.rounds + 2):
+        before()
+        for times, call in zip(taken, calls, strict=True):
+            ms = once_ms(call, machine)
+            times += [ms] if turn > 1 else []  # the first ones warm up
+    slowest = machine.largest([ms for times in taken for ms in times])
+    each = machine.rounds
+    return [statistics.median(slowest[place * each : (place + 1) * each]) for place in range(len(calls))]
 
-    def __init__(self, ranks: Ranks, rounds: int) -> None:
-        self.ranks, self.rounds = ranks, rounds
 
-    def ms(self, *calls: Call, before: Call) -> list[float]:
-        """The times of calls that run one after another in every round."""
-        taken: list[list[float]] = []
-        for _ in range(self.rounds + 2):
-            before()
-            taken.append([self._once(call) for call in calls])
-        slowest = torch.tensor(taken[2:], dtype=torch.float64, device=self.ranks.device)
-        if self.ranks.size > 1:
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return [statistics.median(column) for column in slowest.T.tolist()]
-
-    def _once(self, call: Call) -> float:
-        if self.ranks.device.type != "cuda":
-            begun_at = time.perf_counter()
-            call()
-            return 1e3 * (time.perf_counter() - begun_at)
-        if self.ranks.size > 1:
-            dist.barrier()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+def once_ms(call: Call, machine: Machine) -> float:
+    if not machine.on_gpu:
+        begun = time.perf_counter()
         call()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end)
+        return 1e3 * (time.perf_counter() - begun)
+    if machine.ranks.size > 1:
+        dist.barrier()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
 
 
 def replayed(call: Call) -> Call:
@@ -170,16 +164,16 @@ def replayed(call: Call) -> Call:
     return graph.replay
 
 
-def timed(calls: list[Call], kept: list[Any], timer: Timer, *, before: Call, captured: bool) -> list[float]:
+def timed(calls: list[Call], kept: list[Any], machine: Machine, *, before: Call, captured: bool) -> list[float]:
     """ms of calls that follow each other, as graphs if they are ``captured``. kept: what they leave for each other."""
     before()
     for call in calls * 2:
         call()
     kept.clear()
-    return timer.ms(*(map(replayed, calls) if captured else calls), before=before)
+    return rank_ms([replayed(call) for call in calls] if captured else calls, machine, before=before)
 
 
-def layer_times(layer: MoE, given: Inputs, shape: Sizes, timer: Timer, *, captured: bool) -> list[float]:
+def layer_times(layer: MoE, given: Inputs, shape: Sizes, machine: Machine, *, captured: bool) -> list[float]:
     """Forward's and backward's ms."""
     wanted = (given.x, given.scores, *layer.parameters())
     kept: list[Any] = []
@@ -190,10 +184,12 @@ def layer_times(layer: MoE, given: Inputs, shape: Sizes, timer: Timer, *, captur
     def backward() -> None:
         kept[1:] = [torch.autograd.grad(kept[0], wanted, given.d_out)]
 
-    return timed([forward, backward], kept, timer, before=lambda: draw_ids(given.ids, shape.E), captured=captured)
+    return timed([forward, backward], kept, machine, before=lambda: draw_ids(given.ids, shape.E), captured=captured)
 
 
-def exchange_times(dispatcher: Symmetric, given: Inputs, shape: Sizes, timer: Timer, *, captured: bool) -> list[float]:
+def exchange_times(
+    dispatcher: Symmetric, given: Inputs, shape: Sizes, machine: Machine, *, captured: bool
+) -> list[float]:
     """ms of the way out with index lists, and of the way back: means of IN_A_ROW with ids of their own, in one graph."""
     exchange: Any = dispatcher._exchange
     experts_here = shape.E // dispatcher.ranks
@@ -223,7 +219,7 @@ def exchange_times(dispatcher: Symmetric, given: Inputs, shape: Sizes, timer: Ti
             (chunk,) = chunks_of(arrived, WHOLE)
             exchange.add_up(token_ranks, y, backend.rows_of(chunk.dispatch), scores=weights, out=made)
 
-    return [ms / IN_A_ROW for ms in timed([out, back], kept, timer, before=draw, captured=captured)]
+    return [ms / IN_A_ROW for ms in timed([out, back], kept, machine, before=draw, captured=captured)]
 
 
 def payload(given: Inputs, shape: Sizes, ranks: Ranks) -> int:
@@ -240,27 +236,21 @@ def exchange_figures(ms: list[float], leaves: int) -> Row:
     return row | {"dispatch_gbps": round(leaves / out / 1e6, 1), "combine_gbps": round(leaves / back / 1e6, 1)}
 
 
-def peak_mib(layer: MoE, given: Inputs, ranks: Ranks, *, beside: int) -> float:
+def peak_mib(layer: MoE, given: Inputs, machine: Machine, *, beside: int) -> float:
     """The peak of forward and backward, gradients included, and ``beside`` bytes and the layer's weights; the largest rank's."""
-    if ranks.device.type != "cuda":
-        return 0.0
+
+    def step() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(layer(given.x)[0], (given.x, given.scores, *layer.parameters()), given.d_out)
+
+    free_memory()
     weights = sum(own(weight).nbytes for weight in layer.parameters())
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    gradients = torch.autograd.grad(layer(given.x)[0], (given.x, given.scores, *layer.parameters()), given.d_out)
-    torch.cuda.synchronize()
-    del gradients
-    peak = torch.tensor([torch.cuda.max_memory_allocated() - before + weights + beside], device=ranks.device)
-    if ranks.size > 1:
-        dist.all_reduce(peak, dist.ReduceOp.MAX)
-    return round(int(peak) / MIB, 1)
+    (peak,) = machine.largest([machine.peak_bytes(step) + weights + beside])
+    return round(peak / MIB, 1)
 
 
 def measure(case: Spread, machine: Machine) -> Row:
     _, shape, name = case
-    ranks, timer = machine.ranks, Timer(machine.ranks, machine.rounds)
+    ranks = machine.ranks
     given = inputs_of(shape, ranks)
     dispatcher: Any
     if name == "all_to_all":
@@ -277,17 +267,17 @@ def measure(case: Spread, machine: Machine) -> Row:
     }  # of a rank at most
     with torch.cuda.stream(torch.cuda.Stream()) if machine.on_gpu else torch.enable_grad():
         beside = dispatcher.layout.size if isinstance(dispatcher, Symmetric) else 0
-        row["peak_MiB"] = peak_mib(layer, given, ranks, beside=beside)
+        row["peak_MiB"] = peak_mib(layer, given, machine, beside=beside)
         operations = 6 * shape.T * shape.K * shape.n * shape.d
-        forward, backward = layer_times(layer, given, shape, timer, captured=captured)
+        forward, backward = layer_times(layer, given, shape, machine, captured=captured)
         row |= {"fwd_ms": round(forward, 4), "bwd_ms": round(backward, 4)}
         row["fwd_tflops"] = round(operations / forward / 1e9, 1)
         row["bwd_tflops"] = round(2 * operations / backward / 1e9, 1)
         if name == "symmetric":
-            ms = exchange_times(dispatcher, given, shape, timer, captured=captured)
+            ms = exchange_times(dispatcher, given, shape, machine, captured=captured)
             row |= exchange_figures(ms, payload(given, shape, ranks))
             del layer
-            row["alone_MiB"] = peak_mib(layer_of(shape, given, None, {}), given, ranks, beside=0)
+            row["alone_MiB"] = peak_mib(layer_of(shape, given, None, {}), given, machine, beside=0)
     return row
 
 

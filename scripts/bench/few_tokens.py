@@ -7,8 +7,6 @@ different weights one after the other, more than L2 holds, and its time is divid
 memory. The floor is the bytes of the weights of the experts that the tokens drew and of the router, at the GPU's rate of copying.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache, partial
 from typing import Any
 

@@ -14,8 +14,6 @@ its product (fp8_each: keep_transposed=False); or all weights were quantized bef
 Peaks: over what was allocated before the call. In a row: four experts' layers, each of which takes what the one before it gives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial

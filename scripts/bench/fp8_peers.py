@@ -9,8 +9,6 @@ a row, which quantizes its operands in each call, between torch's gather, SwiGLU
 beside it. DeepGEMM: forward's two products alone, of operands that are quantized (1x128, 128x128) and rows that lie in order.
 """
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import replace
 from functools import partial

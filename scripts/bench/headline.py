@@ -11,8 +11,6 @@ times are medians of the sums of kernel durations, as `scripts.bench.models` has
 sentences and tables are made of the runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

@@ -15,8 +15,6 @@ gradients, on the same input: in a model that which it has there. A loss would n
 one of random weights by 2e-4.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import statistics

@@ -12,8 +12,6 @@ alone, without autograd). gpu: CUDA-graph replay, queued before the GPU begins, 
 says so. bwd: fwdbwd less fwd. saved_MiB: by saved_tensors_hooks, without weights. Peaks: over what was allocated before.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -10,8 +10,6 @@ factors. All programs run in one process, in turn (A B A B), five rounds. Times 
 the GPU being held until the host has queued a call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial

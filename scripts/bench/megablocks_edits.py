@@ -7,8 +7,6 @@ stanford-stk's kernels do not compile there: they load 16-bit indices and count 
 - MegaBlocks: its check of Triton's version compares with a version that does not exist.
 """
 
-from __future__ import annotations
-
 import re
 from importlib.util import find_spec
 from pathlib import Path

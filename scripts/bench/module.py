@@ -14,8 +14,6 @@ once, and `*_sum_ms` are the plain sums. `*_gpu_ms`: the same step with the gaps
 its first kernel to its last where one of the two modules can't be captured.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 from collections.abc import Mapping, Sequence

@@ -10,8 +10,6 @@ store. gathered: the same, rows fetched by index. layer: as the layer runs it (g
 GPU time by graph replay, all columns of a product in turn (A B A B), medians. Uniform routing, random data.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from functools import cache, partial

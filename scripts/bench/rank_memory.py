@@ -4,8 +4,6 @@ What is counted is what `scripts.bench.expert_parallel` measures: weights and th
 forward and backward allocate, but not the caller's x, scores, ids and dO. Policy "minimal", a gate, K experts a token, bf16.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from blazeproto.distributed.peer_memory import MemoryLayout

@@ -22,8 +22,6 @@ Model TFLOP/s are 6·R·n·d operations of forward and 12·R·n·d of backward o
 top-k, a little more or less after rounding. GPU time by CUDA-graph replay, in turn (A B A B), medians of 20 rounds.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -11,8 +11,6 @@ norm of what float64 computes from the same x, weight and choice; those of bf16 
 the exact gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -98,14 +96,9 @@ def in_float64(x: Tensor, weight: Tensor, experts: Tensor, d_scores: Tensor) -> 
 
 
 def error_of_torch(router: Router, x: Tensor) -> float:
-    """The error of logits that torch computes of x and the weight in fp32, without TF32."""
+    """The error of logits that torch computes of x and the weight in fp32, as by default without TF32."""
     x, weight = x.detach(), router.weight.detach()
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        return relative_difference(x.float() @ weight.float().t(), x.double() @ weight.double().t())
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = allowed
+    return relative_difference(x.float() @ weight.float().t(), x.double() @ weight.double().t())
 
 
 def choices(experts: Tensor, logits: Tensor) -> dict[str, int]:
@@ -146,20 +139,21 @@ def accuracy(router: Router, x: Tensor, d_scores: Tensor, autocast: bool) -> dic
 # ------------------------------------------------------------------------------------------------------- measurement
 
 
+def forward(router: Router, x: Tensor) -> tuple[Tensor, ...]:
+    routing = router(x)
+    return routing.scores, routing.logits, *routing.aux_losses.values()
+
+
+def both(router: Router, x: Tensor, d_scores: Tensor) -> tuple[Tensor, ...]:
+    return tuple(tensor for tensor in step(router, x, d_scores) if tensor.is_floating_point())
+
+
 def times(shape: Sizes, machine: Machine) -> dict[str, Row]:
     """By weight's dtype: forward, and forward + backward, by graph replay where it captures."""
     calls: dict[str, Callable[[], object]] = {}
     for name, dtype in WEIGHTS.items():
-        router, x, d_scores = make_case(shape, dtype, machine.device)
-
-        def forward(router: Router = router, x: Tensor = x) -> object:
-            routing = router(x)
-            return routing.scores, routing.logits, *routing.aux_losses.values()
-
-        def both(router: Router = router, x: Tensor = x, d_scores: Tensor = d_scores) -> object:
-            return tuple(tensor for tensor in step(router, x, d_scores) if tensor.is_floating_point())
-
-        calls |= {f"{name} fwd": forward, f"{name} fwdbwd": both}
+        case = make_case(shape, dtype, machine.device)
+        calls |= {f"{name} fwd": partial(forward, *case[:2]), f"{name} fwdbwd": partial(both, *case)}
     for call in calls.values():  # a capture can't compile
         call()
     found = machine.times(calls)

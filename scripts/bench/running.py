@@ -5,8 +5,6 @@ results/GPU/FILE.json, FILE-quick.json with --quick, and with --cpu only what --
 of its earlier ones; other rows stay.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

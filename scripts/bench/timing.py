@@ -4,23 +4,23 @@ Every function takes several callables by name and runs them in turn (A B A B), 
 all alike, and returns medians by name. Eager time below a millisecond is host time; the other two leave the host out.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from blazeproto.autograd import private
 from blazeproto.lab.times import HOLD_CYCLES, ROUNDS, Call, Rotation, interleaved_ms
-from scripts.lm.ranks import HOST, Ranks
+
+if TYPE_CHECKING:
+    from scripts.lm.ranks import Ranks
 
 Pool = Any  # what torch.cuda.graph_pool_handle gives
 
@@ -310,6 +310,13 @@ Row = dict[str, Any]
 PARTS = {"fwd": "forward", "fwdbwd": "forward_backward"}  # of a layer's step: in results, and of a program
 
 
+def alone() -> "Ranks":
+    """This process, without others."""
+    from scripts.lm.ranks import HOST, Ranks  # not above: `compare_worker` takes the package of another checkout
+
+    return Ranks(HOST)
+
+
 @dataclass(frozen=True)
 class Machine:
     """device: "cuda" or "cpu".  rounds: of which times are medians; on a CPU the quickest counts.  peers: the programs that are
@@ -318,11 +325,18 @@ class Machine:
     device: str
     rounds: int
     peers: tuple[str, ...] = ()
-    ranks: Ranks = field(default_factory=partial(Ranks, HOST))
+    ranks: "Ranks" = field(default_factory=alone)
 
     @property
     def on_gpu(self) -> bool:
         return self.device == "cuda"
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """Each value of the rank that has the largest."""
+        made = torch.tensor(values, dtype=torch.float64, device=self.ranks.device)
+        if self.ranks.size > 1:
+            dist.all_reduce(made, dist.ReduceOp.MAX)
+        return made.tolist()
 
     def times(self, calls: Mapping[str, Call], together: Sequence[str] = (), *, gaps: bool = False) -> GpuTimes:
         """Milliseconds by name, as `gpu_ms` measures them, or by the clock; those of ``together`` are measured alike."""

@@ -12,8 +12,6 @@ they came, to O. Both as they run, eight in a row, by events. The GB/s are of `e
 other rank), so that they compare; moved_MiB: what leaves the GPU.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -27,8 +25,8 @@ from torch import Tensor
 
 from blazeproto.gemm import Sizes
 from scripts.bench.common import MIB
-from scripts.bench.expert_parallel import IN_A_ROW, Timer, draw_ids, exchange_figures, inputs_of, payload
-from scripts.bench.timing import Row
+from scripts.bench.expert_parallel import IN_A_ROW, draw_ids, exchange_figures, inputs_of, payload, rank_ms
+from scripts.bench.timing import Machine, Row
 from scripts.command import argument_parser
 from scripts.lm.ranks import Ranks
 
@@ -91,8 +89,9 @@ def missing() -> str:
 
 
 @torch.no_grad()
-def measure(shape: Sizes, ranks: Ranks, timer: Timer, exchanges: list[Exchange]) -> Row:
+def measure(shape: Sizes, machine: Machine, exchanges: list[Exchange]) -> Row:
     """The row, or why there is none."""
+    ranks = machine.ranks
     given = inputs_of(shape, ranks)
     x, scores = given.x.detach(), given.scores.detach()
     routings = [torch.empty_like(given.ids) for _ in range(IN_A_ROW)]
@@ -117,7 +116,7 @@ def measure(shape: Sizes, ranks: Ranks, timer: Timer, exchanges: list[Exchange])
         return {"absent": f"what comes back differs by {float(wrong):.2g} of its norm"}
     away = int((given.ids // (shape.E // ranks.size) != ranks.rank).sum())
     moved = {"moved_MiB": round(away * shape.d * x.element_size() / MIB, 2)}
-    ms = [ms / IN_A_ROW for ms in timer.ms(out, back, before=draw)]
+    ms = [ms / IN_A_ROW for ms in rank_ms([out, back], machine, before=draw)]
     return exchange_figures(ms, payload(given, shape, ranks)) | moved
 
 
@@ -153,7 +152,7 @@ def main() -> None:
 
     ranks, shape = Ranks(device, spec["rank"], spec["ranks"]), Sizes(*spec["shape"])
     exchanges = [Exchange(shape, ranks, torch.bfloat16, new, send, send_back) for _ in range(2)]
-    print(json.dumps(measure(shape, ranks, Timer(ranks, spec["rounds"]), exchanges)))
+    print(json.dumps(measure(shape, Machine("cuda", spec["rounds"], ranks=ranks), exchanges)))
     sys.stdout.flush()
     dist.barrier()
     torch.cuda.synchronize()

@@ -4,8 +4,6 @@ python -m scripts.bench.tuning           # writes it from results/h200/tune.json
 python -m scripts.bench.tuning --check   # exit status 1 where it is not what that file says
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import fields
 from pathlib import Path

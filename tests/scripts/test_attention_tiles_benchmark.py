@@ -1,44 +1,33 @@
 """`scripts.bench.attention_tiles`, in its short form on a CPU, and the table that is made of what it measures."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from scripts.bench import attention_tiles, running
-from scripts.bench.identity import earlier
+from scripts.bench import attention_tiles
 from scripts.bench.result_tables import fill
 from scripts.lm.model import GPT
 
 TINY = dataclasses.replace(attention_tiles.SMALL, d_model=16, context=32, d_expert=8, num_experts=4)
 
 
-def test_the_short_form_runs_on_a_cpu(
-    tmp_path: Path,
-) -> None:
-    """Its rows say what they are of, and more tiles keep less."""
-    item = dataclasses.replace(attention_tiles.BENCH.items["rows"], short=[(TINY, (1, 2))])
-    running.run(dataclasses.replace(attention_tiles.BENCH, items={"rows": item}), ["--cpu", "--out", str(tmp_path)])
-    record = json.loads((tmp_path / "attention_tiles.json").read_text())
-    one, two = record["rows"]
-    assert record["protocol"].startswith("The model and the batch of the Hopper preset")
-    assert (one["tiles"], two["tiles"]) == (1, 2) and one["cfg"] == two["cfg"]
-    assert one["cfg"] == {"T": 8 * 32, "d": 16, "n": 8, "E": 4, "K": 2, "layers": 2, "sequences": 8}
-    assert one["of"]["kernels"] == [] and not earlier(one), "a row of today's benchmark"
-    for kind in ("tiled", "micro"):
-        assert two[f"{kind}_saved_MiB"] < one[f"{kind}_saved_MiB"]
-        assert two[f"{kind}_peak_MiB"] < one[f"{kind}_peak_MiB"]
-        assert two[f"{kind}_ms"] > 0
-    assert one["tiled_saved_MiB"] == one["micro_saved_MiB"], "with one tile they are the same"
+def test_more_tiles_keep_less(short_form: Callable[[str], Path]) -> None:
+    folder = short_form("attention_tiles")
+    rows = json.loads((folder / "attention_tiles.json").read_text())["rows"]
+    assert [row["tiles"] for row in rows] == [1, 2, 4, 8]
+    assert rows[0]["cfg"] == {"T": 8 * 64, "d": 64, "n": 32, "E": 8, "K": 2, "layers": 2, "sequences": 8}
+    for field in ("tiled_saved_MiB", "tiled_peak_MiB", "micro_saved_MiB", "micro_peak_MiB"):
+        assert rows[1][field] < rows[0][field]
+    assert rows[0]["tiled_saved_MiB"] == rows[0]["micro_saved_MiB"], "with one tile they are the same"
     marked = "<!-- results:attention_tiles -->\n\nNot measured.\n\n<!-- /results:attention_tiles -->"
-    filled = fill(marked, tmp_path)
-    assert "| 2 |" in filled and "8 sequences of 32 bytes; layers, d, n, E, K = 2, 16, 8, 4, 2." in filled
-    assert fill(filled, tmp_path) == filled
-    assert fill(marked, tmp_path / "none") == marked, "without results the text stays"
+    filled = fill(marked, folder)
+    assert "| 2 |" in filled and "8 sequences of 64 bytes; layers, d, n, E, K = 2, 64, 32, 8, 2." in filled
+    assert fill(filled, folder) == filled
+    assert fill(marked, folder / "none") == marked, "without results the text stays"
 
 
 @pytest.mark.parametrize("micro", [1, 4])

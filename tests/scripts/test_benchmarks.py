@@ -1,7 +1,5 @@
 """What the benchmarks compute without a GPU: shapes, routings, and steps that are ended at their limit."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import shutil
@@ -40,7 +38,7 @@ def test_what_is_timed_begins_when_all_is_queued(monkeypatch: pytest.MonkeyPatch
 
         def synchronize(self) -> None: ...
 
-        def elapsed_time(self, end: Event) -> float:
+        def elapsed_time(self, end: "Event") -> float:
             return 6.0
 
     monkeypatch.setattr(times.torch.cuda, "Event", Event)

@@ -1,7 +1,5 @@
 """The scripts as commands: each says how it is called, and what a script, the Makefile or a check runs is there."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

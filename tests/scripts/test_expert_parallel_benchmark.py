@@ -1,7 +1,5 @@
 """`scripts.bench.expert_parallel` in its short form, one CPU rank: rows of all dispatchers, in the place of earlier ones."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

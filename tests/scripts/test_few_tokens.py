@@ -1,7 +1,5 @@
 """`python -m scripts.bench.few_tokens` on a small layer, with a clock that needs no GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The benchmark of fp8 without a GPU: its smoke run, its calls in bf16 by the twins, and its check on the machine."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The benchmark of other fp8 programs, on a CPU: what it gives torchao and DeepGEMM, stand-ins of which compute in bf16."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 

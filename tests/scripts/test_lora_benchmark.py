@@ -1,7 +1,5 @@
 """`scripts.bench.lora` on a CPU: its programs compute one layer, and its verdicts are those of its bounds."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

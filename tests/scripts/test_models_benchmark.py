@@ -1,7 +1,5 @@
 """`scripts.bench.models`: every item in its short form on a CPU, processes of their own, README's table, and the pictures."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -177,35 +175,19 @@ def test_a_process_of_its_own_leaves_a_row_and_results(tmp_path: Path) -> None:
     assert all(relative_difference(kept[name], again[name]) == 0 for name in ("out", "x_grad"))
 
 
-def test_sonicmoe_by_process_is_made_in_bf16_of_our_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a stand-in that computes what SonicMoE's module does, gate and up rows in turn; its own loss is left out."""
-
-    class Layer(torch.nn.Module):
-        def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, **others: Any) -> None:
-            super().__init__()
-            self.top_k = others["num_experts_per_tok"]
-            self.router = torch.nn.Linear(hidden_size, num_experts, bias=False)
-            up, down = (2 * intermediate_size, hidden_size), (hidden_size, intermediate_size)
-            self.c_fc, self.c_proj = torch.nn.Module(), torch.nn.Module()
-            for part, size in ((self.c_fc, up), (self.c_proj, down)):
-                part.weight = torch.nn.Parameter(torch.empty(num_experts, *size))
-                assert part.weight.dtype == torch.bfloat16, "never in fp32"
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            logits, ids = self.router(x).float().topk(self.top_k)
-            h = torch.einsum("td,tkhd->tkh", x, self.c_fc.weight[ids])
-            act = F.silu(h[..., ::2]) * h[..., 1::2]
-            out = torch.einsum("tkn,tkdn,tk->td", act, self.c_proj.weight[ids], logits.softmax(1).to(x.dtype))
-            return out, logits.sum() * 0
-
-    swiglu = SimpleNamespace(ActivationType=SimpleNamespace(SWIGLU="swiglu"))
-    monkeypatch.setitem(sys.modules, "sonicmoe", SimpleNamespace(MoE=Layer))
-    monkeypatch.setitem(sys.modules, "sonicmoe.enums", swiglu)
+@pytest.mark.usefixtures("sonic_stub")
+def test_sonicmoe_by_process_is_made_in_bf16_of_our_weights() -> None:
     made, ours = (apart.layer(name, SMALL, "cpu").results for name in ("sonic", "blazeproto"))
     assert torch.get_default_dtype() == torch.float32
     assert apart.differences(made, ours)["out"] < 0.02
-    inputs = peers.make_inputs(SMALL, device="cpu")
-    program = apart.in_bf16(programs.BUILDS["sonic"], SMALL, inputs)
+    dtypes: list[torch.dtype] = []
+
+    def build(shape: Sizes, inputs: peers.LayerInputs) -> modules.ModuleProgram:
+        dtypes.append(torch.get_default_dtype())
+        return modules.sonic(shape, inputs)
+
+    program = apart.in_bf16(build, SMALL, peers.make_inputs(SMALL, device="cpu"))
+    assert dtypes == [torch.bfloat16], "never in fp32"
     assert program.grad_loss.dtype == torch.float32 and float(program.grad_loss) == pytest.approx(0.01)
 
 

@@ -1,7 +1,5 @@
 """`scripts.bench.paper`: every item in its short form on a CPU, what is kept of a run that ended early, tables and plots."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The peaks that `scripts.bench.rank_memory` computes are those that were measured, within 0.1 MiB."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,8 @@
 """The frame of the benchmarks: which cases run, what becomes of rows, and every short form on a CPU."""
 
-from __future__ import annotations
-
+import importlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from scripts.bench import common, identity, running
 from scripts.bench.identity import earlier
 from scripts.bench.running import Bench, Item
 from scripts.bench.timing import Machine
+from scripts.checks import gpu_check
 from tests.scripts.conftest import NAMES, bench_of
 
 pytestmark = pytest.mark.costly_fixture
@@ -140,8 +141,10 @@ def test_kernels_of_other_processes_are_a_rows(monkeypatch: pytest.MonkeyPatch) 
     assert row == {"letter": "a", "of": {"kernels": ["ours", "theirs"]}} and "theirs" in identity.KERNELS
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "integrations"])
+@pytest.mark.parametrize("name", NAMES)
 def test_every_short_form_measures_its_cases(name: str, short_form: Callable[[str], Path]) -> None:
+    if name == "integrations":
+        pytest.importorskip("transformers", reason="needs transformers 5.17 or later")
     bench, folder = bench_of(name), short_form(name)
     for job in running.options_of(bench, [*(["all"] if bench.goes_on else []), "--cpu"]).jobs:
         record = common.read_json(folder / f"{job.item.file or bench.name}.json")
@@ -150,21 +153,40 @@ def test_every_short_form_measures_its_cases(name: str, short_form: Callable[[st
         assert rows and not any(map(earlier, rows)), "rows of today's benchmark"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_all_cases_are_told_apart(name: str) -> None:
-    for item in bench_of(name).items.values():
-        for cases in (item.cases, item.short, item.quick):
-            keys = [json.dumps(item.key(case)) for case in cases]
-            assert len(set(keys)) == len(keys)
-
-
 @pytest.mark.parametrize("name", [*NAMES, "products"])
-def test_commands_that_are_recorded_parse(name: str) -> None:
+def test_each_committed_row_is_of_one_case(name: str) -> None:
+    """So that it is replaced, or kept by --resume. Items that share a part have other keys."""
     bench = bench_of(name)
-    words = ["all"] if bench.goes_on else ["--resume"]
-    assert running.options_of(bench, [*words, "--time-budget", "480"]).jobs
-    if any(item.quick for item in bench.items.values()):
-        assert running.options_of(bench, [*words, "--quick"]).jobs
+    parts: dict[tuple[str, str], list[tuple[Item, Row]]] = {}
+    for item in bench.items.values():
+        keys = [(item, item.key(case)) for case in item.cases]
+        parts.setdefault((item.file or bench.name, item.part), []).extend(keys)
+    for (file, _), keys in parts.items():
+        for path in common.RESULTS.parent.glob(f"h?00/{file}.json"):
+            for row in running.rows_at(common.read_json(path), keys[0][0]):
+                assert sum(running.is_of(row, key) for _, key in keys) == 1, path
+
+
+RECORDED = re.findall(r"-m (scripts\.bench\.[^`]*)`", (common.REPOSITORY / "results" / "README.md").read_text())
+RECORDED += [
+    command.partition("-m scripts.")[2].replace("bench.", "scripts.bench.", 1)
+    for step in gpu_check.STEPS.values()
+    for command in (step.command, step.full)
+    if "-m scripts.bench." in command
+]
+
+
+@pytest.mark.parametrize("command", sorted({*RECORDED}))
+def test_commands_that_are_recorded_parse(command: str) -> None:
+    name, *words = command.replace("NAME", "all").replace("FOLDER", "caches").split()
+    name = name.removeprefix("scripts.bench.")
+    if (common.REPOSITORY / "scripts" / "bench" / name).is_dir():
+        name += ".__main__"
+    module = importlib.import_module(f"scripts.bench.{name}")
+    if hasattr(module, "BENCH"):
+        assert running.options_of(module.BENCH, words).jobs
+    else:
+        assert name in ("headline", "cpu", "tuning", "plot_results")
 
 
 def test_the_layers_of_both_papers() -> None:

@@ -1,7 +1,5 @@
 """`scripts.bench.paper` waterfall, policies and activations: their short forms on a CPU, their tables, sentences and plots."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Times are medians: of several rounds neither the best one nor the mean."""
 
-from __future__ import annotations
-
 import itertools
 import time
 

@@ -1,7 +1,5 @@
 """`scripts.bench.torch_exchange` with the operators as torch documents them, on two ranks of one process; and its ends."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

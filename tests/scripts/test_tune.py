@@ -1,7 +1,5 @@
 """`python -m scripts.bench.products --tune`, with a clock and a product that need no GPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence

@@ -17,8 +17,6 @@ profiler, an overlap counted once; the GPU is held until the host has queued a c
 and backward over what was there before, gradients included. Before they are timed, programs are shown to compute the same.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -7,8 +7,6 @@ other libraries than those that are installed.
 A process makes its program on inputs from one seed, times it, and leaves part of what it computed, by which the parent compares.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

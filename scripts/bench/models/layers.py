@@ -1,7 +1,5 @@
 """Rows of whole layers: the models by name, choices of experts, skewed routings, padding, few tokens."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +10,6 @@ import torch
 from torch import Tensor
 
 from blazeproto import MoE
-from blazeproto.autograd import moe_mlp
 from blazeproto.dispatch import build_dispatch
 from blazeproto.gemm import Sizes
 from blazeproto.lab.times import Call
@@ -22,7 +19,7 @@ from scripts.bench.markdown import OURS
 from scripts.bench.models import apart
 from scripts.bench.models.programs import BUILDS, calls_of, figures
 from scripts.bench.paper.layers import Case
-from scripts.bench.peers import backend_of
+from scripts.bench.peers.layers import ours
 from scripts.bench.peers.modules import AUX_LOSS, ModuleProgram, agreement, moe, program_of
 from scripts.bench.timing import Machine, Row
 from scripts.lm.model import GPT, Batches, load_data
@@ -193,12 +190,7 @@ def exponent_of(load: Sequence[float]) -> float:
 
 
 def zipf(shape: Sizes, exponent: float, device: str) -> Tensor:
-    """Expert ids (T, K) int32, distinct in a row: popularity of the r-th expert ~ r^-exponent, drawn without replacement."""
-    generator = torch.Generator(device).manual_seed(0)
-    rank = torch.arange(1, shape.E + 1, device=device, dtype=torch.float32)
-    keys = torch.rand(shape.T, shape.E, device=device, generator=generator).clamp_min(1e-12)
-    drawn = (-exponent * rank.log() - (-keys.log()).log()).topk(shape.K, dim=1).indices  # Gumbel top-k
-    return drawn.to(torch.int32)
+    return route(shape, "zipf", device, torch.Generator(device).manual_seed(0), exponent)
 
 
 def everybody_s(shape: Sizes, device: str) -> Tensor:
@@ -219,19 +211,12 @@ def skew(case: Case, machine: Machine) -> Row:
     routings = {kind: zipf(shape, exponent, machine.device) for kind, exponent in drawn.items()}
     routings["everybody_s"] = everybody_s(shape, machine.device)
     routings["same"] = torch.arange(shape.K, dtype=torch.int32, device=machine.device).repeat(shape.T, 1)
-    leaves = (inputs.x, inputs.gate_up_proj, inputs.down_proj, inputs.scores)
-
-    def experts(ids: Tensor) -> Tensor:
-        return moe_mlp(*leaves, ids, num_experts=shape.E, backend=backend_of(inputs))
-
     programs: dict[str, dict[str, Call]] = {}
     for kind, ids in routings.items():
-        programs[kind] = {
-            "dispatch": partial(build_dispatch, ids, shape.E),
-            "fwd": partial(experts, ids),
-            "fwdbwd": lambda ids=ids: torch.autograd.grad(experts(ids), leaves, inputs.grad_output),  # type: ignore[misc]
-        }
-        programs[kind]["fwdbwd"]()
+        program = ours(shape, replace(inputs, experts=ids))
+        program.forward_backward()
+        dispatch = partial(build_dispatch, ids, shape.E)
+        programs[kind] = {"dispatch": dispatch, "fwd": program.forward, "fwdbwd": program.forward_backward}
     return {"trained_exponents": found, "programs": figures(programs, machine)}
 
 

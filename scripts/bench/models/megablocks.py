@@ -1,7 +1,5 @@
 """MegaBlocks' questions: how experts in sequence fare as they become many (Figure 10), and which micro-batch fits (Table 3)."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable

@@ -4,8 +4,6 @@ All are `ModuleProgram`s of the same weights and tokens in bf16, router and auxi
 Qwen3-MoE's, whose router computes what ours does: a softmax over the chosen logits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast

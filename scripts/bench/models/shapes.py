@@ -1,7 +1,5 @@
 """Models by name: the sizes of one MoE layer of each."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from blazeproto.gemm import Sizes

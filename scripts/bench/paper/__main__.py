@@ -17,8 +17,6 @@ eager: host time included. saved: what autograd keeps for backward, weights excl
 and backward over what was there before, gradients included. Floors are of the rates that `blazeproto.cost.GPUS` has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial

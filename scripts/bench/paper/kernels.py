@@ -1,7 +1,5 @@
 """Rows of kernels alone: MoEBlaze Table 3 and §7.3's gather; SonicMoE Figures 2a, 3 and 7, and two ways to dS (appendix D.1)."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Callable

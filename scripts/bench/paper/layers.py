@@ -4,8 +4,6 @@ And of what a review asks of one layer: what each step from conventional code to
 compute the experts, dispatch included.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial

@@ -5,8 +5,6 @@ metadata that a peer makes from the chosen expert ids is included. `modules` has
 fails to build, is absent.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

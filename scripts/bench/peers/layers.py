@@ -1,7 +1,5 @@
 """Programs that compute the experts of one layer: ours, and others through their own public interfaces."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ Ours is `blazeproto.MoE(router="topk_softmax")`; SonicMoE's is `sonicmoe.MoE`. B
 too, and the same tokens, which require a gradient. Their routers have no z-loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
