@@ -4,7 +4,7 @@
 # make newest    the integrations' tests, `full` ones too, on the newest releases, in an environment of their own (NEWEST)
 # make pins      what that environment has becomes constraints.txt, which every other environment follows
 # make families  the tests of every family of transformers; results/cpu/families.log keeps a line of each
-# make lint      ruff, and mypy on the packages and the scripts
+# make lint      ruff, mypy on the packages and the scripts, and sentences that are hard to read
 # make site      the documentation, built strictly into site/; what CI runs after the tests
 # make bench     the layer against its peers (an H200 or H100)
 # make clean     remove the environments (VENV and NEWEST, if they are some) and caches; runs/ stays
@@ -74,6 +74,7 @@ lint: ready-for-tests
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) -m scripts.checks.style
 
 site: ready-for-site
 	$(PY) -m scripts.site

@@ -30,7 +30,7 @@ SMALL = Config(layers=2, d_model=64, heads=2, context=64, d_expert=32)
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Forward and backward of ``ids`` in ``micro`` batches, with so many tiles in each; no gradient is left behind."""
+    """Forward and backward of ``ids`` in ``micro`` batches of ``tiles`` tiles each; no gradient is left behind."""
 
     model: GPT
     ids: Tensor  # (B, context + 1) bytes

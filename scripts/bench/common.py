@@ -1,6 +1,6 @@
-"""What the benchmarks share: the 23 layer shapes, routings, and the record of where a number came from.
+"""Shared by the benchmarks: the 23 layer shapes, routings, and the record of where a number came from.
 
-Floors and bytes are those of `blazeproto.cost`, of a shape's ``sizes``.
+Floors and bytes come from `blazeproto.cost`, for a shape's ``sizes``.
 """
 
 import argparse
@@ -101,7 +101,7 @@ def parse_shapes(text: str, shapes: Sequence[T]) -> list[T]:
 
 
 def sizes_of_run(config: Any, batch: int, ranks: int = 1) -> dict[str, Any]:
-    """What a row of a run of the language model says of its layers, by `layer_tiles.has_other_tiles`.
+    """The sizes of its layers that a row of a language-model run states, for `layer_tiles.has_other_tiles`.
 
     config: of `scripts.lm.settings`.  batch: a rank's sequences in a step.  ranks: over which the experts are spread.
     """
@@ -214,7 +214,7 @@ def stamped(measure: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def of_kernels(kernels: dict[str, identity.Description]) -> dict[str, Any]:
-    """What a row says under "of". measured: when.  gpu, versions.  kernels: the identities of those that were launched."""
+    """The field "of" of a row. measured: when.  gpu, versions.  kernels: the identities of the launched kernels."""
     identity.KERNELS.update(kernels)
     of = {"measured": now(), "gpu": gpu_name(), "versions": ", ".join(installed_versions())}
     return of | {"kernels": sorted(kernels)}

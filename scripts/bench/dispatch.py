@@ -6,8 +6,8 @@
 Rows are Table 3 of the MoEBlaze paper at T = 2^20, with Qwen3-Next and Kimi K2 added; the paper's two columns (H100)
 stand beside. GPU time is a CUDA graph of calls over several sets of inputs and outputs (more than the L2 cache holds),
 replayed in turn with the others' graphs, each queued before the GPU begins; medians of 15. CuPy's sort can't be
-captured: the durations of its kernels are summed. Host time is that of a
-call, calls in a row, none of which waits for the GPU, with preallocated outputs and without (allocating).
+captured: the durations of its kernels are summed. Host time is a
+call's, with calls in a row, none of which waits for the GPU, with preallocated outputs and without (allocating).
 
 Floors, at 4.24 TB/s: dispatch reads 4·T·K bytes and writes 8·T·K; top-k reads T·E logits and writes 8·T·K; its
 backward reads T·E logits and 8·T·K, and writes T·E.

@@ -10,7 +10,7 @@ Any number of GPUs: rows of other numbers, and what else is in the file, stay. T
 
 weak_scaling: an 8-layer GPT (d = 1536, n = 512, E = 64, K = 4), 16 x 1024 tokens a GPU, AdamW, bf16; FSDP2 keeps gathered
 weights until backward (train_lm --no-reshard), 2.4 GiB in bf16. tokens_per_s_per_gpu is
-that of the mode on all GPUs, efficiency its ratio to one GPU's under autocast, which every rank measures for itself: steps of
+the mode's on all GPUs, efficiency its ratio to one GPU's under autocast, which every rank measures for itself: steps of
 both in turn (A B A B), the host waiting for the GPU before and after some steps, medians of rounds, the slowest rank's. losses:
 the Hopper preset without dropout at learning rate 3e-4, every step's loss of the mode and of one GPU with the same global
 batch; largest_difference is the largest relative one of the smoothed losses (`scripts.lm.compare_backends`).

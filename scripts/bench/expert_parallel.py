@@ -10,7 +10,7 @@ Any number of GPUs: rows of other numbers stay. The file is written after every 
 
 fwd_tflops, bwd_tflops: 6 T K n d and 12 T K n d operations of a rank's T tokens, over the time from x, ids and scores on each
 rank to O, and from dO to dX, dS and dW; metadata in, router out. dispatch_gbps: from ids and scores at hand to rows that experts
-read, index lists included; combine_gbps: from Y to O complete. Of both the payload is rows that leave the GPU, one a (token,
+read, index lists included; combine_gbps: from Y to O complete. The payload of both is rows that leave the GPU, one a (token,
 other rank). Ids are uniform without replacement, new for every replay. CUDA graphs, of the exchange eight in a row, behind a
 barrier of all ranks, the slowest rank's time, medians; a dispatcher that no graph captures is timed as it runs, by events.
 peak_MiB: forward and backward over what was there before, weights and gradients and the exchange's memory included; alone_MiB:
@@ -301,7 +301,7 @@ SILENT = f"no end within {PATIENCE} s"  # of a rank that waits for another, whic
 
 
 def ended(*words: str) -> Row:
-    """What ``python -m`` and these words print last, as JSON; or under "absent" the last line of its errors."""
+    """The last line that ``python -m`` with these words prints, as JSON; or under "absent" the last line of its errors."""
     command, environment = [sys.executable, "-m", *words], os.environ | {"NVSHMEM_DISABLE_NVLS": "1"}
     options: dict[str, Any] = {"env": environment, "cwd": REPOSITORY, "capture_output": True, "text": True}
     try:

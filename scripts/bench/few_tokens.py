@@ -35,7 +35,7 @@ def layers(d: int, n: int, E: int, K: int, device: str) -> list[MoE]:
 
 @torch.no_grad()
 def measure(sizes: Sizes, machine: Machine) -> Row:
-    """Microseconds of one layer's forward for so many tokens."""
+    """Microseconds of one layer's forward, by number of tokens."""
     made = layers(sizes.d, sizes.n, sizes.E, sizes.K, machine.device)
     generator = torch.Generator(machine.device).manual_seed(sizes.T)
     options: dict[str, Any] = {"device": machine.device, "dtype": torch.bfloat16, "generator": generator}

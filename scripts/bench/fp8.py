@@ -4,9 +4,9 @@
     python -m scripts.bench.fp8 --parts checks,products --time-budget 60
     python -m scripts.bench.fp8 --cpu                  # layers alone, tiny
 
-check: each product against its formula, bf16's, in float64, of the same quantized operands. What a tensor core of 14 bits may
-cost is computed for some rows and columns, sums being taken out of it every 128 elements of the reduction; and for comparison
-never. Operands that are positive, and of both signs.
+check: each product against its formula, bf16's, in float64, of the same quantized operands. The error that a tensor core of 14
+bits may add is computed for some rows and columns, with sums taken out of it every 128 elements of the reduction; and for
+comparison never. Operands that are positive, and of both signs.
 
 One SwiGLU layer's experts, random data, uniform routing, dispatch included, router excluded. bf16 and fp8 in one process, in
 turn (A B A B); medians. fp8 quantizes x, dO and every weight in every call: both orders of a weight in one pass, or each before
@@ -84,7 +84,7 @@ def as_tensor_core(a: np.ndarray, b: np.ndarray, promoted: bool) -> np.ndarray:
 
 
 def scale_of(name: str) -> str:
-    """What shares a scale of an operand, by the names of `Operands.q`."""
+    """The elements that share a scale of an operand, by the names of `Operands.q`."""
     of, turned = name.removesuffix("^T"), name.endswith("^T")
     return (FP8.weights if of in WEIGHTS else FP8.of_dw if turned else getattr(FP8, of)).scale  # type: ignore[no-any-return]
 
@@ -214,8 +214,8 @@ def sums_off(o: Operands, got: Tensor, rows: Tensor, weights: Tensor) -> dict[st
 
 
 def check(case: tuple[Sizes, bool], machine: Machine) -> Row:
-    """What each product's output is off float64 by, relative to its largest magnitude; of dS, and of samples of Y and dX, beside
-    what a tensor core's sums cost, taken out every 128 elements or never."""
+    """Each product's error against float64, relative to its largest magnitude; for dS, and samples of Y and dX, beside the error
+    of a tensor core's sums, taken out every 128 elements or never."""
     shape, positive = case
     o = Operands(shape, positive=positive)
     calls = o.calls()
@@ -295,7 +295,7 @@ def program_of(*layers: peers.LayerInputs, **options: Any) -> peers.Program:
 def measured(
     programs: Mapping[str, peers.Program], kept: Sequence[Tensor], timed: Mapping[str, Call], machine: Machine
 ) -> Row:
-    """What programs save for backward, their peaks, and the time of a forward and a backward; that of others ``timed``.
+    """The bytes that programs save for backward, their peaks, and the time of a forward and a backward; ``timed``: other times.
 
     kept: quantized weights, which are not saved.
     """

@@ -1,4 +1,4 @@
-"""What others publish of fp8 on Hopper, beside ours: torchao's experts in training, and DeepGEMM's grouped products.
+"""Published fp8 programs for Hopper beside ours: torchao's experts in training, and DeepGEMM's grouped products.
 
     python -m scripts.bench.fp8_peers              # -> results/h200/fp8_peers.json on an H200
     python -m scripts.bench.fp8_peers --cpu        # tiny, on a CPU, where neither runs

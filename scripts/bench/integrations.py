@@ -93,7 +93,8 @@ class Program:
             leaf.grad = None
 
     def differences(self) -> dict[str, float]:
-        """The norm of ours minus grouped_mm's over that of grouped_mm's. RuntimeError where one is more than `SAME_OUTPUT`."""
+        """The norm of the difference to grouped_mm's, over the norm of grouped_mm's. RuntimeError where one is more than
+        `SAME_OUTPUT`."""
         theirs, ours = (self.call(name)() for name in IMPLEMENTATIONS)
         self.clear()
         found = {name: round(relative_difference(ours[name], theirs[name]), 6) for name in theirs}

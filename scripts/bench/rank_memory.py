@@ -1,7 +1,7 @@
-"""The peak of a layer with its experts over any number of GPUs, computed from the bytes of what is there at each moment.
+"""The peak of a layer with its experts over any number of GPUs, computed from the bytes that are held at each moment.
 
-What is counted is what `scripts.bench.expert_parallel` measures: weights and their gradients, the exchange's memory, and all that
-forward and backward allocate, but not the caller's x, scores, ids and dO. Policy "minimal", a gate, K experts a token, bf16.
+It counts the bytes that `scripts.bench.expert_parallel` measures: weights and their gradients, the exchange's memory, and all
+that forward and backward allocate, but not the caller's x, scores, ids and dO. Policy "minimal", a gate, K experts a token, bf16.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ RANKS = (2, 4, 8)
 
 
 def peak_bytes(sizes: Sizes, ranks: int, row_capacity: int | None = None) -> int:
-    """Bytes of one of so many ``ranks`` with `Symmetric`; with 1 the layer alone, without a dispatcher. sizes: T of a rank."""
+    """Bytes of one rank of ``ranks`` with `Symmetric`; with 1 the layer alone, without a dispatcher. sizes: T of a rank."""
     T, d, n, experts, K = sizes.T, sizes.d, sizes.n, sizes.E // ranks, sizes.K
     pairs = ranks * T * K
     rows = pairs if row_capacity is None else min(row_capacity, pairs)

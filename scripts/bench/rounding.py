@@ -1,4 +1,4 @@
-"""What token rounding gains over plain top-k on the Hopper backend, in the configurations of SonicMoE's Figure 7.
+"""Token rounding against plain top-k on the Hopper backend, in the configurations of SonicMoE's Figure 7.
 
     python -m scripts.bench.rounding                       # all configurations -> results/h200/rounding.json on an H200
     python -m scripts.bench.rounding --quick               # the smallest and the largest E of each subfigure
@@ -134,7 +134,7 @@ def figures(
 
 
 def gains(found: dict[str, Row], prefix: str = "gpu_") -> dict[str, float]:
-    """Model TFLOP/s with token rounding over those of plain top-k."""
+    """Model TFLOP/s with token rounding over plain top-k's."""
     speeds: dict[str, list[float]] = {"fwd": [], "bwd": [], "fwdbwd": []}
     for row in (found["rounded"], found["top_k"]):
         forward, both = row[f"{prefix}fwd_ms"], row[f"{prefix}fwdbwd_ms"]

@@ -7,7 +7,7 @@
 `MoE.router` with topk_softmax scores, auxiliary loss 0.01 and z-loss 0.001, training mode, x in bf16, router weights in bf16 and
 fp32. Forward: logits, scores, choice, load, both losses. Backward: from the scores and both losses to dX and dW. Times are
 CUDA-graph replays, in turn (A B A B), medians. Errors, plain and under autocast to bf16, are the norm of the difference over the
-norm of what float64 computes from the same x, weight and choice; those of bf16 gradients are compared with the error of rounding
+norm of what float64 computes from the same x, weight and choice; errors of bf16 gradients are compared with the error of rounding
 the exact gradient.
 """
 
@@ -41,7 +41,7 @@ REPEATS = 5
 
 
 class Results(NamedTuple):
-    """What a router computes of one x, and the gradients of its scores' and losses' sum."""
+    """A router's results for one x, and the gradients of its scores' and losses' sum."""
 
     scores: Tensor
     experts: Tensor
@@ -183,7 +183,7 @@ def without_n(shape: Sizes) -> Row:
 
 
 def failures(row: Row) -> list[str]:
-    """What of a row does not hold, in words."""
+    """The bounds that a row breaks, in words."""
     failed = []
     most_ms = next((ms for shape, ms in BOUNDS_MS.items() if row["cfg"] == without_n(shape)["cfg"]), ())
     for part, ms in zip(("fwd", "fwdbwd"), most_ms, strict=False):
@@ -203,7 +203,7 @@ def failures(row: Row) -> list[str]:
 
 
 def bounds(record: Row) -> list[tuple[str, bool]]:
-    """What does not hold of each row, in words, and whether all does."""
+    """The bounds that each row breaks, in words, and whether all hold."""
     failed = [(f"{row['cfg']} {row['weight']}", failures(row)) for row in record["rows"]]
     return [(f"{what}: {'; '.join(wrong) or 'all bounds'}", not wrong) for what, wrong in failed]
 

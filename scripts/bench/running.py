@@ -48,7 +48,7 @@ def of_case(case: Any) -> Row:
 
 @dataclass(frozen=True)
 class Item:
-    """What makes rows, of which cases, and where the rows stand.
+    """A function that makes rows, its cases, and the place of the rows in a file.
 
     measure: makes a case's row, or its rows, without the fields of ``key``.  cases: in full; quick: by --quick; short: on a CPU.
     key: the fields of a row by which it is known to be a case's.
@@ -113,7 +113,7 @@ class Job(NamedTuple):
 
 
 def options_of(bench: Bench, words: list[str] | None = None) -> argparse.Namespace:
-    """What the command line asks for; ``jobs``: the cases."""
+    """The command line's options; ``jobs``: the cases."""
     parser, items = argument_parser(f"scripts.bench.{bench.name}", bench.doc), bench.items
     parser.set_defaults(peers=[], quick=False, cpu=False)
     if bench.goes_on:
@@ -172,7 +172,7 @@ def use_caches(folder: Path) -> None:
 
 
 def place_of(record: Row, item: Item) -> tuple[Row, str]:
-    """What an item's part stands in, and its name there."""
+    """The record that holds an item's part, and its name there."""
     *outer, name = item.part.split("/")
     for each in outer:
         record = record.setdefault(each, {})

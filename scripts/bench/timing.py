@@ -255,7 +255,7 @@ def gpu_ms(
 
 
 class SavedBytes:
-    """Counts what autograd keeps for backward, each storage once, that of some tensors left out: ``with counter.hooks:``."""
+    """Counts the bytes that autograd keeps for backward, each storage once, without some tensors': ``with counter.hooks:``."""
 
     def __init__(self, not_counted: Iterable[torch.Tensor]) -> None:
         self.excluded = {tensor.untyped_storage().data_ptr() for tensor in not_counted}
@@ -339,7 +339,7 @@ class Machine:
         return made.tolist()
 
     def times(self, calls: Mapping[str, Call], together: Sequence[str] = (), *, gaps: bool = False) -> GpuTimes:
-        """Milliseconds by name, as `gpu_ms` measures them, or by the clock; those of ``together`` are measured alike."""
+        """Milliseconds by name, as `gpu_ms` measures them, or by the clock; ``together``: programs that are measured alike."""
         if self.on_gpu:
             return gpu_ms(calls, [name for name in together if name in calls], self.rounds, gaps=gaps)
         return GpuTimes(quickest_ms(calls, self.rounds), dict.fromkeys(calls, "clock"), {})

@@ -79,7 +79,7 @@ class Exchange:
 
 
 def missing() -> str:
-    """What the exchange lacks here, or ""."""
+    """The part that the exchange lacks here, or ""."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     if not symmetric_memory.is_nvshmem_available():
@@ -90,7 +90,7 @@ def missing() -> str:
 
 @torch.no_grad()
 def measure(shape: Sizes, machine: Machine, exchanges: list[Exchange]) -> Row:
-    """The row, or why there is none."""
+    """The row, or the reason why it is absent."""
     ranks = machine.ranks
     given = inputs_of(shape, ranks)
     x, scores = given.x.detach(), given.scores.detach()

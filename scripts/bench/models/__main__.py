@@ -7,8 +7,8 @@
 
 Rows that a file has of the same kernels and benchmark are kept, so that a run that ended early, at --time-budget or by Ctrl-C,
 goes on with the same command. A peer that does not run is a reason in the row. SonicMoE compiles for minutes at first: --caches
-keeps what it made. What `liger` and `quack` want beside this environment's packages stands in the folders that the
-environment variable BENCH_PEERS names.
+keeps what it made. The environment variable BENCH_PEERS names the folders of packages that only
+`liger` and `quack` need.
 
 Whole layers in bf16, router weights too, training mode, auxiliary loss 0.01; random tokens and weights, the same for all
 programs, which run in turn in one process, five rounds; those that don't fit beside each other, and peers that want other
@@ -54,7 +54,7 @@ def systems(model: str) -> tuple[Case, ...]:
 
 
 def ratios(shape: Sizes, times: tuple[float, ...]) -> tuple[Case, ...]:
-    """Experts so many times as wide, of which a token has as many fewer."""
+    """Experts a multiple as wide, with as many fewer of them a token."""
     made = [shape._replace(n=int(shape.n * x), E=int(shape.E / x), K=int(shape.K / x)) for x in times]
     return tuple(Case(each, label=f"{each.n / each.d:g}") for each in made)
 

@@ -119,7 +119,8 @@ PRODUCTS = {"our_products": our_products, "quack": quack_products}
 
 
 def child(spec: Row, folder: Path) -> None:
-    """Measure a program and write its row, or why there is none, with the kernels that it launched, and part of its results."""
+    """Measure a program and write its row, or the reason why it is absent, with the kernels that it launched, and part of its
+    results."""
     shape, machine = Sizes(**spec["cfg"]), Machine(spec["device"], spec["rounds"], ())
     row: Row = {"versions": installed_versions()}
     with launched() as kernels:

@@ -50,13 +50,13 @@ def weight_bytes(shape: Sizes) -> int:
 
 
 def fits(shape: Sizes, sets: int) -> bool:
-    """Whether so many sets of a layer's weights, and what the peers' forward and backward need, go into this GPU's memory."""
+    """Whether ``sets`` sets of a layer's weights, and what the peers' forward and backward need, go into this GPU's memory."""
     activations = 2 * shape.rows * (6 * shape.d + 4 * shape.h)
     return sets * weight_bytes(shape) + activations < ROOM * torch.cuda.mem_get_info()[1]
 
 
 def models(case: Case, machine: Machine) -> Row:
-    """A model's layer: ours, SonicMoE's and transformers' grouped_mm. Where they don't fit beside each other, each has its own
+    """A model's layer: ours, SonicMoE's and transformers' grouped_mm. If they don't fit beside each other, each has its own
     processes.
     """
     shape, names = case.shape, [OURS, *machine.peers]

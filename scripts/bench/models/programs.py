@@ -25,7 +25,7 @@ Experts = Callable[[Any, Tensor, Tensor, Tensor], Tensor]  # of the block's expe
 def block(experts_of: Experts, shape: Sizes, inputs: LayerInputs) -> ModuleProgram:
     """transformers' Qwen3-MoE block on the weights of ``inputs``, with the auxiliary loss of its models.
 
-    That loss counts a token K times, so that its coefficient is divided by K. In eval mode there is none.
+    That loss counts a token K times, so that its coefficient is divided by K. Eval mode has no such loss.
     """
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3

@@ -29,7 +29,7 @@ LARGEST_DIFFERENCE = 0.02  # of a program's output from ours, both bf16
 
 @dataclass(frozen=True)
 class Case:
-    """What a row is of. label: the paper's name of it, or a program's."""
+    """The layer of a row. label: the paper's name of it, or a program's."""
 
     shape: Sizes
     activation: str = "swiglu"
@@ -37,7 +37,7 @@ class Case:
 
     @property
     def key(self) -> Row:
-        """What tells a row from the others of its file."""
+        """The fields by which a row is found in its file."""
         cfg = cfg_of(self.shape) | {"halves": self.shape.halves}
         return {"cfg": cfg, "activation": self.activation, "label": self.label}
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """What every program starts from. x, the weights and the scores are leaves that require gradients."""
+    """Every program's inputs. x, the weights and the scores are leaves that require gradients."""
 
     x: torch.Tensor  # (T, d) bf16
     gate_up_proj: torch.Tensor  # (E, h, d) bf16, gate rows then up rows, or the n of an expert without a gate
@@ -129,14 +129,14 @@ def build_all(
 
 
 def output_differences(programs: Mapping[str, Sequence[Program]], exact: str) -> dict[str, float]:
-    """How far the output of each program that computes the layer is from that of ``exact``."""
+    """The distance of each program's output from ``exact``'s, for programs that compute the layer."""
     expected = programs[exact][0].forward().detach()
     compared = {name: program for name, (program, *_) in programs.items() if program.computes_layer}
     return {name: relative_difference(program.forward().detach(), expected) for name, program in compared.items()}
 
 
 def if_it_runs(name: str, build: Callable[[], T], absent: dict[str, str]) -> T | None:
-    """What ``build`` returns, and how long it compiled and tuned is told; None where it raises: then ``absent`` says why."""
+    """The result of ``build``; prints how long it compiled and tuned. None if it raises: then ``absent`` says why."""
     begin = time.perf_counter()
     made = None
     try:

@@ -127,7 +127,7 @@ def sonic(shape: Sizes, inputs: LayerInputs) -> Program:
 def torch_grouped(shape: Sizes, inputs: LayerInputs) -> Program:
     """By PyTorch's grouped products: sort, gather, grouped_mm, SiLU * up, grouped_mm, gather and combine.
 
-    Where K is 2 or 4, bmm's gradient of each token's rows has a reduction of 1 and rows of K, for which cuBLAS takes tiles of
+    If K is 2 or 4, bmm's gradient of each token's rows has a reduction of 1 and rows of K, for which cuBLAS takes tiles of
     32 x 32 of the Ampere kind. docs/results.md says how much longer than forward backward takes.
     """
     grouped_mm = F.grouped_mm

@@ -145,7 +145,7 @@ LARGEST_OF_WEIGHTS = 0.3  # of a weight's gradient, over its norm: some tokens g
 
 
 def row_differences(a: Tensor, b: Tensor) -> Tensor:
-    """(T,) norm of each row's difference over that of b's row, in fp32, a slice at a time."""
+    """(T,) norm of each row's difference over the norm of b's row, in fp32, a slice at a time."""
     step = max(1, (1 << 27) // max(1, b.shape[1]))
     pairs = zip(a.split(step), b.split(step), strict=True)
     return torch.cat([(x.float() - y.float()).norm(dim=1) / y.float().norm(dim=1).clamp_min(1e-30) for x, y in pairs])
