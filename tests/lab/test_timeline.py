@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from blazeproto.gemm import nvrtc, product
 from blazeproto.gemm.compile import CUDA_SOURCES, compile_many
 from blazeproto.lab import timeline
 from blazeproto.lab.timeline import LOOKS, RECORDS, WARPS, WHATS, compiled_in, parse, record
+from tests.refusals import refuses
 
 BEGIN, END, AT = 0x100, 0x200, 0x300
 NEAR_THE_WRAP = 2**32 - 3000
@@ -108,16 +110,6 @@ def test_shares_of_time(picture: timeline.Timeline) -> None:
     assert list(shares["consumer 0"]) == ["mma", "hand-over", "hand-over under mma", "wait full"]
 
 
-def test_time_in_no_span_is_other() -> None:
-    warp = Warp(0)
-    warp(BEGIN, "epilogue")
-    warp(BEGIN, "store", 300)
-    warp(END, "store", 100)
-    warp(END, "epilogue", 100)
-    found = parse([warp.records])
-    assert found.innermost(0) == [("other", 0, 300), ("store", 300, 400), ("other", 400, 500)]
-
-
 def test_what_the_record_breaks_off_in() -> None:
     """A full memory ends within a span; so does a cut at a tile, which is no loss."""
     records = consumer(0)
@@ -136,7 +128,6 @@ def test_what_the_record_breaks_off_in() -> None:
 @pytest.mark.parametrize(
     ("records", "message"),
     [
-        ([], "records: expected those of at least one warp, got none"),
         ([[(0, 0)]], "got none"),
         ([[(5, 0x1FF)]], "expected a kind of timeline.cuh, got 0x1ff of warp 0"),
         ([[(5, 0x10A), (9, 0x206)]], r"warp 0 ends 'wait full' within \['mma'\]"),
@@ -148,18 +139,7 @@ def test_what_is_no_record_is_refused(records: list[list[Record]], message: str)
         parse(records)
 
 
-def test_the_text(picture: timeline.Timeline) -> None:
-    lines = repr(picture).splitlines()
-    assert lines[0] == "up_forward, CTA 7: 3 tiles, 6050 cycles"
-    row = next(line for line in lines if line.startswith("consumer 0, warp 4")).removeprefix("consumer 0, warp 4")
-    assert row.count("|") == 3 and row.count("M") > 50 and set(row) <= set(" |M.hH")
-    assert any(line.startswith("consumer 0: mma 73%") for line in lines)
-    assert "  .  wait for full: a stage's data, or slabs" in lines and not any(
-        "find the next" in line for line in lines
-    )
-
-
-def test_the_drawing(picture: timeline.Timeline) -> None:
+def test_the_drawing(picture: timeline.Timeline, tmp_path: Path) -> None:
     """It is XML without a script, and as much is drawn of a colour as there are spans."""
     root = ElementTree.fromstring(picture.svg())
     assert not [element for element in root.iter() if element.tag.endswith("}script")]
@@ -171,22 +151,23 @@ def test_the_drawing(picture: timeline.Timeline) -> None:
     assert sum(LOOKS["mma"][1] in style for style in drawn) == 3
     words = "".join(root.itertext())
     assert "tile 2" in words and "consumer 0, warp 4" in words and LOOKS["mma"][2] in words
-    assert picture._repr_html_() == picture.svg()
+    assert picture._repr_html_() == picture.svg() == picture.save(tmp_path / "a.svg").read_text()
 
 
-def test_it_is_saved(picture: timeline.Timeline, tmp_path) -> None:
-    assert picture.save(tmp_path / "a.svg").read_text() == picture.svg()
+@pytest.mark.parametrize(
+    ("call", "argument", "error"),
+    [
+        (lambda: record(3), "launch", TypeError),  # type: ignore[arg-type]
+        (lambda: record(list, tiles=0), "tiles", ValueError),
+        (lambda: record(list, cta=-1), "cta", ValueError),
+        (lambda: parse([]), "records", ValueError),
+    ],
+)
+def test_bad_arguments_are_refused(call: Callable[[], object], argument: str, error: type[Exception]) -> None:
+    refuses(call, argument, error)
 
 
-def test_bad_arguments_are_refused_before_anything_runs() -> None:
-    cases: list[tuple[Callable[[], object], type[Exception], str]] = [
-        (lambda: record(3), TypeError, "launch: expected a callable, got int"),  # type: ignore[arg-type]
-        (lambda: record(list, tiles=0), ValueError, "tiles: expected at least 1, got 0"),
-        (lambda: record(list, cta=-1), ValueError, "cta: expected at least 0, got -1"),
-    ]
-    for call, error, message in cases:
-        with pytest.raises(error, match=message):
-            call()
+def test_the_macro_is_compiled_in_for_as_long_as_it_is_asked_for() -> None:
     with compiled_in():
         assert product.DEBUG[-1] == "TIMELINE"
     assert "TIMELINE" not in product.DEBUG
@@ -214,13 +195,6 @@ def test_marks_come_in_pairs() -> None:
             assert marks.count(("BEGIN", what)) == marks.count(("END", what)), (path.name, what)
         marked += bool(marks)
     assert marked >= 7
-
-
-def test_without_the_macro_there_is_nothing() -> None:
-    header = (CUDA_SOURCES / "timeline.cuh").read_text()
-    without = header.partition("#else")[2]
-    assert re.findall(r"^#define (.*)$", without, re.MULTILINE) == ["MARK(edge, what)", "START_TIMELINE()"]
-    assert "constexpr int TIMELINE_BYTES = 0;" in without
 
 
 @pytest.mark.parametrize(
