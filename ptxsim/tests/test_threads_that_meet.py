@@ -131,15 +131,3 @@ def test_prefix_sums_race_without_their_second_barrier() -> None:
 
     assert report("").races
     assert not report("__syncthreads();").races and (out == x.cumsum()).all()
-
-
-def test_one_instruction_at_a_time_is_the_same_run() -> None:
-    """What `run` found by a seed is what a person steps to."""
-    race = 'extern "C" __global__ void k(int* o) { o[0] = threadIdx.x / 32; o[1 + threadIdx.x / 32] = o[0]; }'
-    for seed in range(6):
-        whole, stepped = zeros(9), zeros(9)
-        ptxsim.run(race, 1, 256, [whole], seed=seed)
-        stepper = ptxsim.step(race, 1, 256, [stepped], seed=seed)
-        while not stepper.done:
-            stepper.step()
-        assert (whole == stepped).all()
