@@ -30,11 +30,9 @@ from blazeproto.gemm import (
 from blazeproto.gemm.compile import CUDA_SOURCES, CompileError, Kernel
 from blazeproto.gemm.product import Build, Sizes, Variant
 from blazeproto.lab import Workbench, edit, machine_code, target, workbench
-from blazeproto.lab.accuracy import Reference, reference
 from blazeproto.lab.calls import CALLS, MOST_GUARD, POISON, Case, Output, Poisoned, told_stray
-from blazeproto.lab.oracle import YARDSTICK, evaluate, make_case
 from blazeproto.lab.target import Machine
-from blazeproto.lab.verdict import Comparison, places_of
+from blazeproto.lab.verdict import Comparison
 from blazeproto.runtime import cache as compile_cache
 from tests.refusals import refuses
 
@@ -365,29 +363,19 @@ def test_a_bug_fits_the_sources(tmp_path: Path, bug: Bug) -> None:
 
 # ---- the comparison -----------------------------------------------------------------------------------------------
 
-SIZES = Sizes(300, 40, 72, 3, 2)  # 200 rows an expert, two row tiles
-
 
 @cache
-def inputs(activation: str, biases: bool) -> tuple[Case, dict[str, Tensor]]:
-    case = make_case(SIZES, activation=activation, biases=biases, device="cpu")
-    return case, evaluate(YARDSTICK, case)
-
-
-@cache
-def references_of(name: str, activation: str) -> dict[str, Reference]:
-    return reference(name, *inputs(activation, bool(CALLS[name].needs)))
+def bench_of(name: str, activation: str) -> Workbench:
+    """200 rows an expert, two row tiles."""
+    return Workbench(name, T=300, d=40, n=72, E=3, K=2, activation=activation, device="cpu")
 
 
 def made(name: str, activation: str = "swiglu") -> tuple[Case, Comparison, dict[str, Tensor]]:
     """A product's comparison, and outputs that are exact but for their rounding."""
-    call = CALLS[name]
-    case, given = inputs(activation, bool(call.needs))
-    references = references_of(name, activation)
-    outputs = call.outputs(case, given)
-    places = {output: places_of(outputs[output], case) for output in references}
-    values = {output: value.exact.to(outputs[output].dtype) for output, value in references.items()}
-    return case, Comparison(references, places, fixed_order=gemm.PRODUCTS[name].fixed_order), values
+    bench = bench_of(name, activation)
+    inputs = bench._inputs
+    values = {output: value.exact.to(inputs.values[output].dtype) for output, value in inputs.references.items()}
+    return inputs.case, Comparison(inputs.references, inputs.places, fixed_order=bench.entry.fixed_order), values
 
 
 @pytest.mark.parametrize("name", ["up_forward", "down_backward_act"])
