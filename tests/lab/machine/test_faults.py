@@ -176,9 +176,6 @@ def of_bug(bug: Bug) -> Fault:
     return Fault(bug.name, bug.product, bug.edits, RACE if race else WRONG, lines, shape=shape, config=None)
 
 
-EVERY_FAULT = (*FAULTS, *map(of_bug, BUGS))
-
-
 SEEDS = 10
 QUICK = (
     "a missing proxy fence before wgmma",
@@ -202,22 +199,19 @@ def is_found(fault: Fault, folder: Path, verdict: Verdict) -> bool:
     return any(all(words in error for words in expected) for error in verdict.errors)
 
 
-def assert_found(fault: Fault, folder: Path) -> None:
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, id=fault.name, marks=() if fault.name in QUICK else pytest.mark.full)
+        for fault in (*FAULTS, *map(of_bug, BUGS))
+    ],
+)
+def test_a_planted_fault_is_found(fault: Fault, tmp_path: Path) -> None:
     """With the first schedule, or with one of ten."""
+    folder = tmp_path / "sources"
     bench = Workbench(fault.product, **fault.shape, config=fault.config, device="cpu")
     plant(bench.edit(folder), fault.edits)
     assert any(is_found(fault, folder, bench.check(runs)) for runs in (1, SEEDS)), f"{fault.name}: not by a {fault.way}"
-
-
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.name in QUICK], ids=lambda fault: fault.name)
-def test_a_planted_fault_is_found(fault: Fault, tmp_path: Path) -> None:
-    assert_found(fault, tmp_path / "sources")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("fault", EVERY_FAULT, ids=lambda fault: fault.name)
-def test_every_planted_fault_is_found(fault: Fault, tmp_path: Path) -> None:
-    assert_found(fault, tmp_path / "sources")
 
 
 @pytest.mark.parametrize("product", ["up_forward", "up_backward_weight"])
