@@ -76,13 +76,6 @@ def test_it_is_what_the_kernels_compute(tmp_path: Path) -> None:
         compile_in_subprocess(Kernel(str(path), "check"))
 
 
-def test_no_bank_is_asked_twice_for_a_column_of_chunks() -> None:
-    """Why there is a swizzle: the same chunk of eight rows, which ldmatrix reads at once, lies in all 32 banks."""
-    layout = swizzle()
-    for chunk in range(8):
-        assert {layout.offset(row, chunk) % 128 for row in range(8)} == set(range(0, 128, 16))
-
-
 @pytest.mark.parametrize("columns", [128, 192, 256])
 def test_fragments(columns: int) -> None:
     """Each accumulator has one holder. The manual's figure of m64nNk16's D: row 0 is T0 T0 T1 T1 T2 T2 T3 T3, and again every 8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
@@ -167,14 +166,9 @@ def test_edited_sources_show_their_own_lines(tmp_path: Path) -> None:
     assert max(line.number for line in own) > texts.index("// mine")
 
 
-def views(code: MachineCode) -> Iterator[str]:
-    yield code.text(width=160)
-    yield Text(code._repr_html_()).text
-
-
 def test_both_views_have_all(sample: Kernel) -> None:
     code = machine_code(sample)
-    for shown in views(code):
+    for shown in (code.text(width=160), Text(code._repr_html_()).text):
         for word in ("■ wgmma 2", "wgmma<A & B>();", "in up.cu:4 < up.cu:5", ".L_x_1:", "no source line", "10040"):
             assert word in shown
         places = [shown.index(instruction.text) for instruction in code.instructions]

@@ -102,12 +102,6 @@ def test_an_error_of_twice_what_truncation_can_cost_is_beyond_the_bound() -> Non
     assert (error >= 0.99 * lost).all() and (error < 2 * lost).all()
 
 
-def test_each_product_is_called_once_by_its_own_name() -> None:
-    assert CALLS.keys() == gemm.PRODUCTS.keys()
-    outputs = [name for call in LAYER for name, array in call.made.items() if not array.added]
-    assert len(set(outputs)) == len(outputs)
-
-
 # --- fp8 -------------------------------------------------------------------------------------------------------------------
 
 QUANTIZED = [name for name, entry in gemm.PRODUCTS.items() if E4M3 in entry.elements]

@@ -21,15 +21,13 @@ from blazeproto.lab.verdict import Verdict
 
 pytestmark = pytest.mark.gpu
 
-SCALE = ("linear.cu", "out[i] = pack_biased(acc[2 * i], acc[2 * i + 1], bias);")
+HALVED = (  # Y times 0.5
+    "linear.cu",
+    "out[i] = pack_biased(acc[2 * i], acc[2 * i + 1], bias);",
+    "out[i] = pack_biased(0.5f * acc[2 * i], 0.5f * acc[2 * i + 1], bias);",
+)
 SECONDS = 3.0  # from a saved file to a verdict
 RANDOM_SHAPES = 50
-
-
-def scaled(folder: Path, factor: float) -> None:
-    """Y times ``factor``."""
-    file, old = SCALE
-    plant(folder, [(file, old, f"out[i] = pack_biased({factor}f * acc[2 * i], {factor}f * acc[2 * i + 1], bias);")])
 
 
 # ---- check --------------------------------------------------------------------------------------------------------
@@ -185,7 +183,7 @@ def test_a_layer_trains_with_an_edited_kernel(tmp_path: Path) -> None:
     layer, x = layer_and_input()
     before, gradients = step(layer, x)
     bench = Workbench("down_forward", **SHAPE)
-    scaled(bench.edit(tmp_path / "sources"), 0.5)
+    plant(bench.edit(tmp_path / "sources"), [HALVED])
     with bench.use():
         halved, _ = step(layer, x)
         assert halved == pytest.approx(before / 4, rel=1e-2)
@@ -226,7 +224,7 @@ def test_two_workbenches_do_not_see_each_other(tmp_path: Path) -> None:
     before, _ = step(layer, x)
     wrong, right = Workbench("down_forward", **SHAPE), Workbench("down_forward", **SHAPE)
     other, unedited = Workbench("up_forward", **SHAPE), Workbench("up_forward", **SHAPE)
-    scaled(wrong.edit(tmp_path / "wrong"), 0.5)
+    plant(wrong.edit(tmp_path / "wrong"), [HALVED])
     right.edit(tmp_path / "right")
     plant(other.edit(tmp_path / "other"), BUGS[5].edits)
     with wrong.use():
