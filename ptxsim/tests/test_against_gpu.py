@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.lib.stride_tricks import as_strided
 from ptx_programs import TOTAL, Program, digest_of_inputs, empty_output, programs
 
-from ptxsim import Arrays
-from ptxsim.maps import TensorMap
-from ptxsim.ptx import Program as Ptx
-from ptxsim.schedule import run
+import ptxsim
 
 MADE = Path(__file__).with_name("ptx_programs.npz")
 PROGRAMS = list(programs())
@@ -28,21 +27,17 @@ def made() -> dict[str, np.ndarray]:
 
 
 def on_machine(program: Program) -> np.ndarray:
-    arrays, out = Arrays(), empty_output(program)
-    addresses = {"in": arrays.address(program.data), "out": arrays.address(out)}
-    maps = {}
+    arrays = {"in": program.data.copy(), "out": empty_output(program)}
+    arguments: list[Any] = [*arrays.values()]
     if (of := program.map) is not None:
-        maps[64] = TensorMap(addresses[of.array], of.shape, of.strides, of.box, 2)  # 128 bytes swizzled
-    ptx = Ptx.read(program.text)
-    parameters = np.array([addresses["in"], addresses["out"]], np.uint64).tobytes()
-    parameters += bytes(ptx.entry("program").parameter_bytes - len(parameters))
-    sizes = (program.cluster, 1, 1), (program.threads, 1, 1)
-    options = {"shared_bytes": program.shared_bytes, "cluster": program.cluster, "maps": maps}
-    report = run(ptx, "program", *sizes, parameters, memory=arrays.memory, **options)
+        tensor = as_strided(arrays[of.array].view(np.uint16), of.shape[::-1], (*of.strides[::-1], 2))
+        arguments.append(ptxsim.tensor_map(tensor, of.box[::-1], swizzle=128))
+    options = {"shared": program.shared_bytes, "cluster": program.cluster}
+    report = ptxsim.run(program.text, program.cluster, program.threads, arguments, **options)
     # Of `barriers`, which sleeps until a copy has come: nothing orders two copies into the same bytes.
     slept = "a write, then a write" if program.name.startswith("barriers") else None
     assert not [race for race in report.races if race.kind != slept]
-    return out[: program.out_bytes]
+    return arrays["out"][: program.out_bytes]
 
 
 def test_the_inputs_are_those_of_the_gpu(made: dict[str, np.ndarray]) -> None:

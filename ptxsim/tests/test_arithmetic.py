@@ -59,6 +59,11 @@ def same(opcode: str, found: np.ndarray, expected: list, sources: Iterable[tuple
     assert not wrong, f"{opcode}: {len(wrong)} of {len(expected)} wrong; the first: got, expected, sources {wrong[0]}"
 
 
+def agrees(operations: Operations, opcode: str, cases: list[tuple], expected: list) -> None:
+    """An opcode of all cases' sources."""
+    same(opcode, perform(operations, opcode, *zip(*cases, strict=True)), expected, cases)
+
+
 # --- Exact rounding -------------------------------------------------------------------------------------------------------
 
 FORMATS = {"f16": (11, -24, 16, "e"), "bf16": (8, -133, 128, "f"), "f32": (24, -149, 128, "f")}
@@ -233,20 +238,17 @@ def check_integers(operations: Operations) -> None:
     for signed, bits in product((True, False), WIDTHS):
         kind, cases = f"{'su'[not signed]}{bits}", list(product(integers(bits, signed), repeat=2))
         for name, compute in TWO.items():
-            expected = [wrap(compute(a, b, bits), bits, signed) for a, b in cases]
-            same(f"{name}.{kind}", perform(operations, f"{name}.{kind}", *zip(*cases, strict=True)), expected, cases)
+            agrees(operations, f"{name}.{kind}", cases, [wrap(compute(a, b, bits), bits, signed) for a, b in cases])
         three = [(a, b, wrap(a * 77 + b, bits, signed)) for a, b in cases]
         for name in ("mad.lo", "mad.hi", "sad"):
             if name == "sad":
                 expected = [wrap(c + abs(a - b), bits, signed) for a, b, c in three]
             else:
                 expected = [wrap((a * b >> (bits if name == "mad.hi" else 0)) + c, bits, signed) for a, b, c in three]
-            same(f"{name}.{kind}", perform(operations, f"{name}.{kind}", *zip(*three, strict=True)), expected, three)
+            agrees(operations, f"{name}.{kind}", three, expected)
         if bits < 64:
-            found = perform(operations, f"mul.wide.{kind}", *zip(*cases, strict=True))
-            same(f"mul.wide.{kind}", found, [a * b for a, b in cases], cases)
-            found = perform(operations, f"mad.wide.{kind}", *zip(*three, strict=True))
-            same(f"mad.wide.{kind}", found, [wrap(a * b + c, 2 * bits, signed) for a, b, c in three], three)
+            agrees(operations, f"mul.wide.{kind}", cases, [a * b for a, b in cases])
+            agrees(operations, f"mad.wide.{kind}", three, [wrap(a * b + c, 2 * bits, signed) for a, b, c in three])
 
 
 def length(a: int) -> int:
@@ -272,9 +274,12 @@ def check_bits(operations: Operations) -> None:
         for letter in letters:
             cases = [(a,) for a in integers(bits, letter == "s")]
             counts = name in ("popc", "clz", "bfind", "bfind.shiftamt")
-            expected = [wrap(compute(a, bits), 32 if counts else bits, letter == "s" and not counts) for (a,) in cases]
-            found = perform(operations, f"{name}.{letter}{bits}", *zip(*cases, strict=True))
-            same(f"{name}.{letter}{bits}", found, expected, cases)
+            agrees(
+                operations,
+                f"{name}.{letter}{bits}",
+                cases,
+                [wrap(compute(a, bits), 32 if counts else bits, letter == "s" and not counts) for (a,) in cases],
+            )
     amounts = (0, 1, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 65535, 65536, 2**31, 2**32 - 1)
     for bits, letter in product(WIDTHS, "bsu"):
         cases = [(a, by) for a in integers(bits, letter == "s", 6) for by in amounts]
@@ -282,8 +287,7 @@ def check_bits(operations: Operations) -> None:
         same(f"shr.{letter}{bits}", found, [a >> min(by, bits) for a, by in cases], cases)
     for bits in WIDTHS:
         cases = [(a, by) for a in integers(bits, False, 6) for by in amounts]
-        found = perform(operations, f"shl.b{bits}", *zip(*cases, strict=True))
-        same(f"shl.b{bits}", found, [(a << min(by, bits)) % 2**bits for a, by in cases], cases)
+        agrees(operations, f"shl.b{bits}", cases, [(a << min(by, bits)) % 2**bits for a, by in cases])
         check_fields(operations, bits)
     check_words(operations)
 
@@ -306,12 +310,7 @@ def check_fields(operations: Operations, bits: int) -> None:
             sign = 0 if letter == "u" or not count else word >> min(position + count - 1, bits - 1) & 1
             kept = [word >> position + i & 1 if i < count and position + i < bits else sign for i in range(bits)]
             expected.append(wrap(sum(bit << i for i, bit in enumerate(kept)), bits, letter == "s"))
-        same(
-            f"bfe.{letter}{bits}",
-            perform(operations, f"bfe.{letter}{bits}", *zip(*cases, strict=True)),
-            expected,
-            cases,
-        )
+        agrees(operations, f"bfe.{letter}{bits}", cases, expected)
     words = integers(bits, False, 2)
     inserts = [(a, b, p, n) for a, b in zip(words, words[::-1], strict=True) for p in places for n in places]
     expected = []
@@ -320,20 +319,16 @@ def check_fields(operations: Operations, bits: int) -> None:
         for i in range(min(count & 255, max(bits - (position & 255), 0))):
             made[(position & 255) + i] = a >> i & 1
         expected.append(sum(bit << i for i, bit in enumerate(made)))
-    same(f"bfi.b{bits}", perform(operations, f"bfi.b{bits}", *zip(*inserts, strict=True)), expected, inserts)
+    agrees(operations, f"bfi.b{bits}", inserts, expected)
 
 
 def check_words(operations: Operations) -> None:
     """Logic on words and predicates, prmt, lop3, shf, selp, mov."""
     logic = {"and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b}
-    for (name, compute), bits in product(logic.items(), WIDTHS):
-        cases = list(product(integers(bits, False, 5), repeat=2))
-        found = perform(operations, f"{name}.b{bits}", *zip(*cases, strict=True))
-        same(name, found, [compute(a, b) for a, b in cases], cases)
-    for name, compute in logic.items():
-        cases = list(product((False, True), repeat=2))
-        found = perform(operations, f"{name}.pred", *zip(*cases, strict=True))
-        assert found.tolist() == [compute(a, b) for a, b in cases]
+    for (name, compute), kind in product(logic.items(), ("b16", "b32", "b64", "pred")):
+        words = [False, True] if kind == "pred" else integers(int(kind[1:]), False, 5)
+        cases = list(product(words, repeat=2))
+        agrees(operations, f"{name}.{kind}", cases, [compute(a, b) for a, b in cases])
     assert perform(operations, "not.pred", [True, False]).tolist() == [False, True]
     words = integers(32, False, 20)
     a, b, c = words, words[::-1], words[5:] + words[:5]
@@ -385,21 +380,24 @@ def check_comparisons(operations: Operations) -> None:
     for letter, bits in product("sub", WIDTHS):
         cases = list(product(integers(bits, letter == "s", 4), repeat=2))
         for name in {"s": ORDERED, "u": [*ORDERED, *unsigned], "b": ("eq", "ne")}[letter]:
-            found = perform(operations, f"setp.{name}.{letter}{bits}", *zip(*cases, strict=True))
-            same(name, found, [ORDERED[unsigned.get(name, name)](a, b) for a, b in cases], cases)
+            agrees(
+                operations,
+                f"setp.{name}.{letter}{bits}",
+                cases,
+                [ORDERED[unsigned.get(name, name)](a, b) for a, b in cases],
+            )
     values = [(value_of(a), value_of(b)) for a, b in PAIRS]
     unordered = [math.isnan(a) or math.isnan(b) for a, b in values]
     for name, compute in ORDERED.items():
         for word, of_nan in ((name, False), (name + "u", True)):
-            found = perform(operations, f"setp.{word}.f32", *zip(*PAIRS, strict=True))
-            same(
-                word,
-                found,
-                [of_nan if n else compute(a, b) for (a, b), n in zip(values, unordered, strict=True)],
+            agrees(
+                operations,
+                f"setp.{word}.f32",
                 PAIRS,
+                [of_nan if n else compute(a, b) for (a, b), n in zip(values, unordered, strict=True)],
             )
     for word, expected in (("num", [not n for n in unordered]), ("nan", unordered)):
-        same(word, perform(operations, f"setp.{word}.f32", *zip(*PAIRS, strict=True)), expected, PAIRS)
+        agrees(operations, f"setp.{word}.f32", PAIRS, expected)
     assert perform(operations, "setp.gt.ftz.f32", [1, 0x800000], [0, 0]).tolist() == [False, True]
     found = perform(operations, "setp.lt.xor.s32", [1, 1, 2, 2], [2, 2, 1, 1], [True, False, True, False])
     assert found.tolist() == [False, True, True, False]
@@ -427,14 +425,12 @@ def exact(name: str, mode: str) -> list[int]:
 
 def check_fused(operations: Operations) -> None:
     for mode in MODES:
-        found = perform(operations, f"fma.{mode}.f32", *zip(*TRIPLES, strict=True))
-        same(f"fma.{mode}.f32", found, exact("fma", mode), TRIPLES)
+        agrees(operations, f"fma.{mode}.f32", TRIPLES, exact("fma", mode))
 
 
 def check_sums_and_products(operations: Operations) -> None:
     for mode, name in product(MODES, ("add", "sub", "mul")):
-        found = perform(operations, f"{name}.{mode}.f32", *zip(*PAIRS, strict=True))
-        same(f"{name}.{mode}.f32", found, exact(name, mode), PAIRS)
+        agrees(operations, f"{name}.{mode}.f32", PAIRS, exact(name, mode))
     for name in ("add", "sub", "mul"):
         plain, stated = (perform(operations, f"{name}{mode}.f32", *zip(*PAIRS, strict=True)) for mode in ("", ".rn"))
         assert np.array_equal(plain, stated)
@@ -442,8 +438,7 @@ def check_sums_and_products(operations: Operations) -> None:
 
 def check_quotients(operations: Operations) -> None:
     for mode, (name, cases) in product(MODES, (("div", PAIRS), ("rcp", VALUES), ("sqrt", VALUES))):
-        found = perform(operations, f"{name}.{mode}.f32", *zip(*cases, strict=True))
-        same(f"{name}.{mode}.f32", found, exact(name, mode), cases)
+        agrees(operations, f"{name}.{mode}.f32", cases, exact(name, mode))
 
 
 def lesser(a: int, b: int) -> int:
@@ -462,16 +457,15 @@ def check_extremes_and_signs(operations: Operations) -> None:
         for a, b in PAIRS
     ]
     for name, expected in (("min", least), ("max", most)):
-        same(name, perform(operations, f"{name}.f32", *zip(*PAIRS, strict=True)), expected, PAIRS)
+        agrees(operations, f"{name}.f32", PAIRS, expected)
         some = [NAN["f32"] if not_number(*pair) else one for pair, one in zip(PAIRS, expected, strict=True)]
-        same(f"{name}.NaN", perform(operations, f"{name}.NaN.f32", *zip(*PAIRS, strict=True)), some, PAIRS)
+        agrees(operations, f"{name}.NaN.f32", PAIRS, some)
     a = [bits for (bits,) in VALUES]
     numbers = [not math.isnan(value_of(bits)) for bits in a]
     for name, compute in (("neg", turned), ("abs", lambda bits: bits & 0x7FFFFFFF)):
         expected = [compute(bits) if n else NAN["f32"] for bits, n in zip(a, numbers, strict=True)]
         same(name, perform(operations, f"{name}.f32", a), expected, VALUES)
-    expected = [(x & 0x80000000) | (y & 0x7FFFFFFF) for x, y in PAIRS]
-    same("copysign", perform(operations, "copysign.f32", *zip(*PAIRS, strict=True)), expected, PAIRS)
+    agrees(operations, "copysign.f32", PAIRS, [(x & 0x80000000) | (y & 0x7FFFFFFF) for x, y in PAIRS])
     assert perform(operations, "mov.f32", a).tolist() == a, "moves change no bit"
     assert perform(operations, "selp.f32", a, a, [True] * len(a)).tolist() == a
 
@@ -483,10 +477,13 @@ def not_number(*words: int) -> bool:
 def check_flushing_and_saturation(operations: Operations) -> None:
     """.ftz: subnormal sources and results are zeros of their sign. .sat: in [+0, 1], NaN is +0."""
     values = [(value_of(flush(a)), value_of(flush(b))) for a, b in PAIRS]
-    expected = [flush(bits_of(fused(a, b, math.copysign(0, a) * math.copysign(1, b), "f32", "rn"))) for a, b in values]
-    same("mul.ftz", perform(operations, "mul.ftz.f32", *zip(*PAIRS, strict=True)), expected, PAIRS)
-    expected = [flush(bits_of(fused(a, 1.0, b, "f32", "rz"))) for a, b in values]
-    same("add.rz.ftz", perform(operations, "add.rz.ftz.f32", *zip(*PAIRS, strict=True)), expected, PAIRS)
+    agrees(
+        operations,
+        "mul.ftz.f32",
+        PAIRS,
+        [flush(bits_of(fused(a, b, math.copysign(0, a) * math.copysign(1, b), "f32", "rn"))) for a, b in values],
+    )
+    agrees(operations, "add.rz.ftz.f32", PAIRS, [flush(bits_of(fused(a, 1.0, b, "f32", "rz"))) for a, b in values])
     a = [bits for (bits,) in VALUES]
     expected = [bits_of(min(max(value_of(bits), 0.0), 1.0)) if value_of(bits) > 0 else 0 for bits in a]
     same("cvt.sat", perform(operations, "cvt.sat.f32.f32", a), expected, VALUES)
@@ -501,8 +498,12 @@ def check_halves(operations: Operations) -> None:
     words = [*edges, *(0x8000 | bits for bits in edges), *(draw.getrandbits(16) for _ in range(20))]
     cases = [(a, b, draw.choice(words)) for a, b in product(words, repeat=2)]
     for mode in MODES:
-        expected = [bits_of(fused(*(value_of(bits, "f16") for bits in case), "f16", mode), "f16") for case in cases]
-        same("fma.f16", perform(operations, f"fma.{mode}.f16", *zip(*cases, strict=True)), expected, cases)
+        agrees(
+            operations,
+            f"fma.{mode}.f16",
+            cases,
+            [bits_of(fused(*(value_of(bits, "f16") for bits in case), "f16", mode), "f16") for case in cases],
+        )
     expected = [bits_of(fused(value_of(a, "f16"), 1.0, value_of(b, "f16"), "f16", "rn"), "f16") for a, b, _ in cases]
     same("add.f16", perform(operations, "add.f16", *list(zip(*cases, strict=True))[:2]), expected, cases)
 
@@ -532,8 +533,7 @@ def check_conversions_of_integers(operations: Operations) -> None:
             for a in integers(width, False) + (near + halfway if width == 64 else [2**24 + 1, 2**25 + 3])
         ]
         opcode = f"cvt.{mode}.{kind}.{of}{width}"
-        expected = [bits_of(round_exactly(Fraction(a), kind, mode), kind) for (a,) in cases]
-        same(opcode, perform(operations, opcode, *zip(*cases, strict=True)), expected, cases)
+        agrees(operations, opcode, cases, [bits_of(round_exactly(Fraction(a), kind, mode), kind) for (a,) in cases])
 
 
 def check_conversions_to_integers(operations: Operations) -> None:

@@ -139,8 +139,3 @@ def test_types_are_those_of_the_kernel_that_runs() -> None:
     ]
     assert [one and one.size for one in elements(source, "second")] == [8, None]
     assert elements(source, "_Z5thirdIfEvPT_") == [None] and elements(source, "fourth") == []
-
-
-def test_no_register_of_this_name() -> None:
-    with pytest.raises(KeyError):
-        ptxsim.step(COPY, 1, 128, [zeros(128), zeros(128)]).matrix(["nobody"])

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from small_kernels import INTS, WGMMA, cuda, faults_of, ptx, zeros
+from small_kernels import cuda, faults_of, ptx, zeros
 
 import ptxsim
 from ptxsim import Arrays, MachineError, Program
@@ -24,18 +24,6 @@ def test_atomic_sums_of_subnormals(space: str) -> None:
     body = f"{to} mov.b32 %f1, 5; red.{space}.add.f32 [%rd1], %f1; {back}"
     ptxsim.run(ptx(body, before=".shared .align 4 .b8 s[4];"), 1, 1, [out])
     assert out[0] == (5 if to else 0)
-
-
-@pytest.mark.parametrize("store", [True, False])
-def test_a_null_pointer_is_not_shared_memory(store: bool) -> None:
-    """Global addresses below 2^40 are nobody's, whatever shared memory there is."""
-    body = "__shared__ int s[32]; s[threadIdx.x] = 7; __syncthreads(); "
-    body += (
-        "o[threadIdx.x + 256] = s[31 - threadIdx.x];"
-        if store
-        else "o[threadIdx.x] = x[threadIdx.x + 256] + s[31 - threadIdx.x];"
-    )
-    faults_of(cuda(body), [0 if store else zeros(), 0])
 
 
 @pytest.mark.parametrize("fence", ["fence();", ""])
@@ -64,22 +52,6 @@ def test_a_slot_that_threads_read_is_loaded_again_behind_a_proxy_fence(fence: st
     assert bool(report.races) != bool(fence)
 
 
-@pytest.mark.parametrize(("groups", "left"), [(3, 3), (3, 4), (3, 5), (5, 6)])
-def test_a_wait_for_fewer_groups_than_there_are(groups: int, left: int) -> None:
-    """cp.async.wait_group N waits for nothing where N or fewer groups are pending."""
-    body = f"""__shared__ alignas(16) int s[8][128];
-    for (int i = 0; i < {groups}; i++) {{ copy(&s[i][threadIdx.x * 4], x + threadIdx.x * 4); COMMIT; }}
-    WAIT({left}); o[threadIdx.x] = s[0][threadIdx.x * 4];"""
-    faults_of(cuda(body), [zeros(), np.arange(128, dtype=np.int32)])
-
-
-def test_a_source_of_more_bytes_than_the_copy() -> None:
-    """PTX ISA: src-size is at most cp-size."""
-    body = """__shared__ alignas(16) int s[4]; asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
-        :: "r"(at(s)), "l"(x), "r"(8) : "memory"); COMMIT; WAIT(0); o[0] = s[0];"""
-    faults_of(cuda(body), [zeros(), INTS], 1)
-
-
 def test_what_cp_async_copies_of_nobody_s_bytes() -> None:
     """`Arrays.empty`: "kernels that read it are told so", also by way of cp.async (and of TMA)."""
     body = """__shared__ alignas(16) int s[128]; copy(s + threadIdx.x * 4, x + threadIdx.x * 4); COMMIT; WAIT(0);
@@ -99,19 +71,3 @@ def test_a_multicast_to_nobody_and_to_ranks_that_there_are_not(mask: int) -> Non
     __syncthreads(); wait(&b, 0);"""
     box = ptxsim.tensor_map(np.zeros((8, 8), np.int32), (4, 8))
     faults_of(cuda(body, "const __grid_constant__ Map map"), [box])
-
-
-@pytest.mark.parametrize(
-    "before",
-    [
-        "and.b32 %r1, %r1, 32; add.u32 %r1, %r1, 64; cvt.u64.u32 %rd2, %r1;",
-        "and.b32 %r1, %r1, 1; add.u32 %r1, %r1, 64; cvt.u64.u32 %rd2, %r1;",
-        "and.b32 %r1, %r1, 1; setp.eq.u32 %p1, %r1, 0; mov.u64 %rd2, 64;",
-    ],
-)
-def test_operands_of_wgmma_that_differ(before: str) -> None:
-    """PTX ISA §9.7.15.5: the same in all threads of the warpgroup."""
-    scale = "%p1" if "%p1" in before else "0"
-    start = f"mov.u32 %r1, %tid.x; {''.join(f'mov.b32 %f{n}, 0;' for n in range(4))}"
-    body = start + before + WGMMA.replace("SHAPE", "m64n8k16").replace("SCALE", scale)
-    faults_of(ptx(body, ""), [], 128, shared=8192)

@@ -14,19 +14,6 @@ from ptxsim import PtxError
 pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="NVRTC is not on macOS")
 
 
-def test_labels_are_of_their_block() -> None:
-    """PTX ISA §4.4 and the guide of inline PTX: a name declared in braces is the block's own, labels too."""
-    part = "{ .reg .pred p; setp.lt.s32 p, %0, LIMIT; @p bra DONE; add.s32 %0, %0, ADDED; DONE: }"
-    parts = [part.replace("LIMIT", limit).replace("ADDED", added) for limit, added in (("5", "100"), ("3", "1000"))]
-    body = (
-        "int a = x[threadIdx.x];"
-        + "".join(f'asm volatile("{one}" : "+r"(a));' for one in parts)
-        + "o[threadIdx.x] = a;"
-    )
-    first = [a if a < 5 else a + 100 for a in range(32)]
-    assert out_of(cuda(body))[:32] == [a if a < 3 else a + 1000 for a in first]
-
-
 @pytest.mark.parametrize(
     ("declared", "kind", "value"),
     [
@@ -39,30 +26,6 @@ def test_initial_values_of_variables(declared: str, kind: str, value: float) -> 
     out = zeros(1, {"float": np.float32, "double": np.float64, "int": np.int32}[kind])
     ptxsim.run(cuda("o[0] = g;", f"{kind}* o", declared), 1, 1, [out])
     assert out[0] == value
-
-
-def test_what_an_initial_value_leaves_out_is_zero() -> None:
-    """As `__constant__ int c[32] = {1, 2, 3}`, of which NVRTC writes 9 bytes. PTX ISA §5.4.4."""
-    source = cuda("o[threadIdx.x] = c[threadIdx.x];", before="__constant__ int c[32] = {1, 2, 3};")
-    assert out_of(source)[:4] == [1, 2, 3, 0]
-
-
-def test_octal_and_binary_numbers_and_the_warps_size() -> None:
-    """PTX ISA §4.5.1: octal and binary constants, and WARP_SZ (§4.4), which has no percent sign."""
-    body = "mov.u32 %r1, 017; add.u32 %r1, %r1, 0b101; add.u32 %r1, %r1, WARP_SZ; st.global.u32 [%rd1+0x4], %r1;"
-    assert out_of(ptx(body), 1)[1] == 15 + 5 + 32
-
-
-def test_comments_of_both_kinds() -> None:
-    assert out_of(ptx("/* one\n two */ st.global.u32 [%rd1], 5; // three"), 1)[0] == 5
-
-
-def test_a_pointer_to_one_of_two_spaces() -> None:
-    """NVRTC writes a generic ld where it does not know the space (PTX ISA §6.4.1.1)."""
-    body = "__shared__ int s[32]; s[threadIdx.x] = 16; __syncthreads(); const int* p = x[1] == WANTED ? x : s;"
-    body += "o[threadIdx.x] = p[threadIdx.x];"
-    assert out_of(cuda(body.replace("WANTED", "9")))[:32] == [16] * 32
-    assert out_of(cuda(body.replace("WANTED", "1")))[:32] == [*range(32)]
 
 
 LOCAL = "int a[8]; for (int i = 0; i < 8; i++) a[i] = 2 * x[i]; o[threadIdx.x] = a[x[threadIdx.x] % 8 ^ 1];"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ptxsim import Memory, Program
-from ptxsim.schedule import run
+import ptxsim
 
 TEXT = """
 .version 8.7
@@ -40,12 +39,10 @@ $FAR:
 
 
 def result_of(meet: str, then: str, threads: int) -> list[int]:
-    out, memory = np.zeros(threads, np.uint32), Memory()
-    parameters = np.array([memory.add(out, "out")], np.uint64).tobytes()
-    program = Program.read(TEXT.replace("MEET", meet).replace("THEN", then))
+    out = np.zeros(threads, np.uint32)
     for seed in range(5):
         out[:] = 0
-        assert not run(program, "program", (1,), (threads,), parameters, memory=memory, seed=seed).races
+        assert not ptxsim.run(TEXT.replace("MEET", meet).replace("THEN", then), 1, threads, [out], seed=seed).races
     return out.tolist()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -52,17 +54,18 @@ def test_the_same_seed_gives_the_same_run_in_steps_or_at_once() -> None:
     assert stepper.report.steps == ptxsim.run(COUNT, 3, 64, [two, 1], seed=3).steps and (one == two).all()
 
 
-def test_what_there_is_not() -> None:
-    stepper = ptxsim.step(COUNT, 1, 64, [np.zeros(64, np.float32), 0])
-    with pytest.raises(ValueError, match="warp: expected 0 to 1, got 2"):
-        stepper.registers(2)
-    with pytest.raises(ValueError, match="lane: expected 0 to 31, got 32"):
-        stepper.registers(0, 32)
-    with pytest.raises(ValueError, match="cta: expected 0 to 0"):
-        stepper.barriers(1)
-    with pytest.raises(ValueError, match="expected bytes below 256"):
-        stepper.shared(0, 8192)
-    with pytest.raises(ValueError, match="count: expected at least 1"):
-        stepper.step(0)
-    with pytest.raises(RuntimeError, match="text: expected that of an instruction"):
-        stepper.until("wgmma")
+@pytest.mark.parametrize(
+    ("ask", "error", "said"),
+    [
+        (lambda stepper: stepper.registers(2), ValueError, "warp: expected 0 to 1, got 2"),
+        (lambda stepper: stepper.registers(0, 32), ValueError, "lane: expected 0 to 31, got 32"),
+        (lambda stepper: stepper.barriers(1), ValueError, "cta: expected 0 to 0"),
+        (lambda stepper: stepper.shared(0, 8192), ValueError, "expected bytes below 256"),
+        (lambda stepper: stepper.step(0), ValueError, "count: expected at least 1"),
+        (lambda stepper: stepper.matrix(["nobody"]), KeyError, "nobody"),
+        (lambda stepper: stepper.until("wgmma"), RuntimeError, "text: expected that of an instruction"),
+    ],
+)
+def test_what_there_is_not(ask: Callable[[ptxsim.Stepper], object], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        ask(ptxsim.step(COUNT, 1, 64, [np.zeros(64, np.float32), 0]))

@@ -4,6 +4,7 @@ memory that a launch is given. Each is found at SHAPE by `Workbench.check`, whic
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -238,9 +239,9 @@ BUGS = (
 )
 
 
-def plant(folder: Path, bug: Bug) -> None:
-    """Into the sources that lie in ``folder``."""
-    for file, old, new in bug.edits:
+def plant(folder: Path, edits: Sequence[tuple[str, str, str]]) -> None:
+    """Edits, which are a file, a text that stands there once and what takes its place, in the sources in ``folder``."""
+    for file, old, new in edits:
         text = (folder / file).read_text()
         assert text.count(old) == 1, f"{file}: {old!r} stands {text.count(old)} times"
         (folder / file).write_text(text.replace(old, new))

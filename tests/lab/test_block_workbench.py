@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from planted_bugs import plant
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
 
@@ -19,26 +20,15 @@ from blazeproto.lab import BlockWorkbench, Workbench, explain, times
 from blazeproto.lab.oracle import BLOCK_CALLS, EXACT, evaluate_blocks
 from blazeproto.lab.target import Machine
 from blazeproto.lab.verdict import Comparison, Verdict
+from tests.refusals import refuses
 
 SMALL = {"k": 136, "m": 72, "device": "cpu"}  # the second is less than a tile
 
 
 def edited(tmp_path: Path, name: str, *edits: tuple[str, str, str]) -> BlockWorkbench:
     bench = BlockWorkbench(name, **SMALL)
-    folder = bench.edit(tmp_path / "sources")
-    for file, old, new in edits:
-        text = (folder / file).read_text()
-        assert text.count(old) == 1, f"{file}: {old!r} stands {text.count(old)} times"
-        (folder / file).write_text(text.replace(old, new))
+    plant(bench.edit(tmp_path / "sources"), edits)
     return bench
-
-
-@pytest.mark.parametrize("name", ["SDD", "DS^TD", "DDS"])
-def test_the_sources_are_right_and_have_no_race(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    verdict = BlockWorkbench(name, **SMALL).check()
-    assert verdict and verdict.on_machine and not (verdict.races or verdict.errors), verdict
-    assert repr(verdict).startswith(f"{name}: right, in 1 run on poisoned outputs, on the machine, seed 0")
-    assert f"{name} on the machine: about" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", BLOCK_CALLS)
@@ -81,9 +71,7 @@ def test_the_wrong_columns_of_b(tmp_path: Path) -> None:
     bench = edited(tmp_path, "SDD", ("sdd.cu", old, "tile.column * BLOCK"))
     verdict = bench.check()
     assert not verdict and verdict.part == "block" and verdict.experts == [1, 3, 6], verdict
-    text = repr(verdict)
-    assert verdict.summary.endswith(" tiles of blocks 1, 3, 6") and "out: block x row tile x column tile" in text
-    assert re.search(r"block 1 +row tile 0 +##\n", text) and "row in block" in text
+    assert re.search(r"block 1 +row tile 0 +##\n", repr(verdict))
     assert "+                load_b<BLOCK>" in bench.diff() and bench.last_kernel is bench.kernel
 
 
@@ -101,7 +89,6 @@ def test_the_wrong_line_of_blocks(tmp_path: Path) -> None:
     old = "S_TRANSPOSED ? __ldg(p.block_offsets_t + mine) : mine"
     verdict = edited(tmp_path, "DS^TD", ("dsd.cu", old, "mine")).check()
     assert verdict.part == "block column" and verdict.experts == [0, 1], verdict
-    assert "of block columns 0, 1" in verdict.summary
 
 
 def test_what_lies_transposed_is_named_by_its_columns(tmp_path: Path) -> None:
@@ -135,14 +122,6 @@ def test_kernel_diff_and_layers_of_the_edited_function_alone(tmp_path: Path) -> 
     assert bench.last_kernel is bench.kernel is not plain
 
 
-def test_a_timeline_in_steps() -> None:
-    picture = BlockWorkbench("DSD", **SMALL).timeline(tiles=2)
-    assert picture.unit == "steps" and picture.kernel == "dsd"
-    assert {"producer", "consumer 0", "consumer 1"} <= set(picture.warps.values())
-    first = {what: min(s.end for s in picture.spans if s.what == what) for what in ("TMA", "mma", "store")}
-    assert first["TMA"] < first["mma"] < first["store"]
-
-
 def test_the_floor_is_that_of_the_sources() -> None:
     """max(2 nnz 128^2 k / 785 TFLOP/s, 2 (M k + N k + nnz 128^2) bytes / 4.24 TB/s), and dsd.cu's."""
     mask = np.ones((2, 3), bool)
@@ -160,30 +139,27 @@ def test_a_time_stands_beside_the_floor_of_the_gpu_that_is_here(monkeypatch: pyt
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
         assert times.gpu_here() == known
     assert bench._floor_ms("H100") == pytest.approx(bench._floor_ms("H200") * 4.24 / 3.35)
-    assert repr(times.Times("sdd", 0.5, 0.25)) == "sdd: 0.5000 ms, 50% of the floor's speed (0.2500 ms)"
-    assert repr(times.Times("sdd", 0.5, None)) == "sdd: 0.5000 ms"
     combine = Workbench("combine", T=64, d=64, n=64, E=4, K=2, device="cpu")
     assert combine._floor_ms("H100") == pytest.approx(combine._floor_ms("H200") * 4.24 / 3.35)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("arguments", "argument", "error"),
     [
-        ({"product": "SSD"}, ValueError, "product: expected one of .* got 'SSD'"),
-        ({"mask": [[True]]}, TypeError, "mask: expected a NumPy array of bool, got list"),
-        ({"mask": np.ones(3, bool)}, ValueError, r"mask: expected two dimensions, got \(3,\)"),
-        ({"mask": np.zeros((2, 2), bool)}, ValueError, "mask: expected at least one block, got none"),
-        ({"k": 12}, ValueError, "k: expected a multiple of 8, got 12"),
-        ({"m": 0}, ValueError, "m: expected at least 1, got 0"),
-        ({"seed": 1.5}, TypeError, "seed: expected an int, got "),
-        ({"config": 256}, TypeError, "config: expected a TileConfig or None, got int"),
-        ({"config": TileConfig(tile_n=192)}, ValueError, "config: expected tile_n=256 for sdd"),
-        ({"device": "cuda"}, ValueError, "device: expected one of"),
+        ({"product": "SSD"}, "product", ValueError),
+        ({"mask": [[True]]}, "mask", TypeError),
+        ({"mask": np.ones(3, bool)}, "mask", ValueError),
+        ({"mask": np.zeros((2, 2), bool)}, "mask", ValueError),
+        ({"k": 12}, "k", ValueError),
+        ({"m": 0}, "m", ValueError),
+        ({"seed": 1.5}, "seed", TypeError),
+        ({"config": 256}, "config", TypeError),
+        ({"config": TileConfig(tile_n=192)}, "config", ValueError),
+        ({"device": "cuda"}, "device", ValueError),
     ],
 )
-def test_bad_input_raises(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        BlockWorkbench(**arguments)
+def test_bad_input_raises(arguments: dict[str, Any], argument: str, error: type[Exception]) -> None:
+    refuses(lambda: BlockWorkbench(**arguments), argument, error)
 
 
 @pytest.mark.parametrize(("what", "error"), [("counters", NotImplementedError), ("time", RuntimeError)])
@@ -194,8 +170,7 @@ def test_what_there_is_not_says_so(what: str, error: type[Exception]) -> None:
 
 @pytest.mark.parametrize("layer", [dMoE(64, 128, 2, 1), SequentialMoE(64, 128, 2, 1)])
 def test_the_layers_are_not_explained_as_moes(layer: MoE) -> None:
-    with pytest.raises(TypeError, match=f"layer: expected a MoE, got {type(layer).__name__}"):
-        explain(layer, torch.ones(3, 64))
+    refuses(lambda: explain(layer, torch.ones(3, 64)), "layer", TypeError)
 
 
 @pytest.mark.gpu

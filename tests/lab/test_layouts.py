@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from itertools import product as combinations
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from blazeproto import gemm
 from blazeproto.gemm.compile import CompileError, Kernel, compile_in_subprocess
 from blazeproto.lab.layouts import Fragment, StageLayout, fragment, swizzle
 from ptxsim import matrices
+from tests.refusals import refuses
 
 PRODUCTS = [name for name, entry in gemm.PRODUCTS.items() if entry.kernel]
 MN_MAJOR = {  # operands of which neighbours in a row of shared memory are not neighbours in the reduction
@@ -74,13 +76,6 @@ def test_it_is_what_the_kernels_compute(tmp_path: Path) -> None:
         compile_in_subprocess(Kernel(str(path), "check"))
 
 
-def test_no_bank_is_asked_twice_for_a_column_of_chunks() -> None:
-    """Why there is a swizzle: the same chunk of eight rows, which ldmatrix reads at once, lies in all 32 banks."""
-    layout = swizzle()
-    for chunk in range(8):
-        assert {layout.offset(row, chunk) % 128 for row in range(8)} == set(range(0, 128, 16))
-
-
 @pytest.mark.parametrize("columns", [128, 192, 256])
 def test_fragments(columns: int) -> None:
     """Each accumulator has one holder. The manual's figure of m64nNk16's D: row 0 is T0 T0 T1 T1 T2 T2 T3 T3, and again every 8
@@ -95,11 +90,7 @@ def test_fragments(columns: int) -> None:
 
 
 def test_pictures() -> None:
-    text = repr(swizzle("up_forward", "a")).splitlines()
-    assert text[0] == "up_forward, operand a: 128 rows x 64 k, K-major, 128-byte swizzle"
-    assert text[-7].split()[:6] == ["row", "1", "k", "8..15", "k", "0..7"]
     assert repr(fragment("down_forward")).splitlines()[-1].split()[:4] == ["row", "15", "t28:d2", "t28:d3"]
-    assert "m64n192k16" in repr(fragment("down_forward", config=gemm.TileConfig(tile_n=192)))
     for picture, cells in ((swizzle("up_backward_weight", "b"), 64), (fragment(), 128)):
         root = ElementTree.fromstring(picture._repr_html_())
         words = ["".join(text.itertext()) for text in root.iter("{http://www.w3.org/2000/svg}text")]
@@ -107,20 +98,19 @@ def test_pictures() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("call", "argument"),
     [
-        (lambda: swizzle("up_forwrd"), "product: .*got 'up_forwrd'; did you mean 'up_forward'"),
-        (lambda: swizzle("combine"), "product: .*got 'combine'"),
-        (lambda: swizzle("up_forward", "c"), "operand: expected .*got 'c'"),
-        (lambda: swizzle().offset(128, 0), "row: expected 0 to 127, got 128"),
-        (lambda: swizzle().offset(0, 8), "chunk: expected 0 to 7, got 8"),
-        (lambda: fragment().holder(64, 0), "row: expected 0 to 63, got 64"),
-        (lambda: fragment().place(0, 128), "register: expected 0 to 127, got 128"),
+        (lambda: swizzle("up_forwrd"), "product"),
+        (lambda: swizzle("combine"), "product"),
+        (lambda: swizzle("up_forward", "c"), "operand"),
+        (lambda: swizzle().offset(128, 0), "row"),
+        (lambda: swizzle().offset(0, 8), "chunk"),
+        (lambda: fragment().holder(64, 0), "row"),
+        (lambda: fragment().place(0, 128), "register"),
     ],
 )
-def test_what_there_is_not_is_refused(call, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
+def test_what_there_is_not_is_refused(call: Callable[[], object], argument: str) -> None:
+    refuses(call, argument)
 
 
 @pytest.mark.parametrize(("rows", "mn_major"), [(64, False), (256, False), (64, True), (256, True)])

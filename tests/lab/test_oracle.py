@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from blazeproto import gemm
+from blazeproto import cost, gemm
 from blazeproto.gemm import Sizes
+from blazeproto.gemm.tiles import E4M3
 from blazeproto.lab.accuracy import Bounds, Pool, reference
 from blazeproto.lab.calls import CALLS, LAYER, Case
 from blazeproto.lab.oracle import EXACT, YARDSTICK, evaluate, make_case, run_kernels, stray_writes
 from blazeproto.reference import moe_mlp
+from tests.refusals import refuses
 
 SIZES = Sizes(23, 16, 8, 5, 3)
 
@@ -76,13 +78,15 @@ def test_products_are_within_their_bounds(name: str, transposed: bool) -> None:
         assert ((got - exact).abs() <= bound).all(), output
 
 
-@pytest.mark.parametrize("name", ["down_forward", "combine", "up_backward_act", "down_backward_weight"])
-def test_an_error_of_two_roundings_is_beyond_the_bound(name: str) -> None:
-    """Bounds that are far too wide hold of everything: nearly all numbers are found that are wrong by twice a bf16 rounding."""
-    case = case_of(biases=False)
-    for output, (exact, bound) in reference(name, case, evaluate(YARDSTICK, case)).items():
-        found = 2 * 2.0**-8 * exact.abs() > bound
-        assert found[exact != 0].double().mean() > 0.9, output
+@pytest.mark.parametrize("name", CALLS)
+def test_bounds_are_a_few_roundings_wide(name: str) -> None:
+    """The largest number of each output, wrong by four roundings of bf16, or in fp32 by a quarter of that, is beyond it."""
+    case = case_of(biases=bool(CALLS[name].needs))
+    stage = evaluate(YARDSTICK, case)
+    for output, (exact, bound) in reference(name, case, stage).items():
+        largest = int(exact.abs().argmax())
+        wrong = 2.0**-6 if stage[output].dtype == torch.bfloat16 else 2.0**-8
+        assert wrong * exact.abs().view(-1)[largest] > bound.view(-1)[largest], output
 
 
 def test_an_error_of_twice_what_truncation_can_cost_is_beyond_the_bound() -> None:
@@ -98,7 +102,42 @@ def test_an_error_of_twice_what_truncation_can_cost_is_beyond_the_bound() -> Non
     assert (error >= 0.99 * lost).all() and (error < 2 * lost).all()
 
 
-def test_each_product_is_called_once_by_its_own_name() -> None:
-    assert CALLS.keys() == gemm.PRODUCTS.keys()
-    outputs = [name for call in LAYER for name, array in call.made.items() if not array.added]
-    assert len(set(outputs)) == len(outputs)
+# --- fp8 -------------------------------------------------------------------------------------------------------------------
+
+QUANTIZED = [name for name, entry in gemm.PRODUCTS.items() if E4M3 in entry.elements]
+
+
+def test_the_oracle_quantizes_what_products_make() -> None:
+    """The yardstick's numbers are e4m3's; each lies within the bounds of the product that makes it."""
+    case = make_case(gemm.Sizes(40, 144, 128, 3, 2), quantized=True, device="cpu")
+    made, exact = evaluate(YARDSTICK, case), evaluate(EXACT, case)
+    assert (made["h"] - exact["h"]).norm() < 0.04 * exact["h"].norm()
+    assert len(made["h"][0].float().div(made["h"].float().abs().amax()).unique()) < 256
+    for name in QUANTIZED:
+        for output, (right, bound) in reference(name, case, made).items():
+            assert ((made[output].double().view(right.shape) - right).abs() <= bound).all(), output
+
+
+def test_the_cost_of_quantized_operands() -> None:
+    sizes = gemm.Sizes(4096, 512, 256, 16, 4)
+    for name in QUANTIZED:
+        fp8, bf16 = (cost.product_floor_ms(name, sizes, precision=precision) for precision in ("fp8", "bf16"))
+        assert bf16 / 2 <= fp8 < bf16 and cost.predicted_product_ms(name, sizes, precision="fp8") > fp8
+    up = gemm.PRODUCTS["up_forward"]
+    T, d, n, E, K, _ = sizes
+    rows = T * K
+    scales = T + E * (2 * n // 128) * (d // 128) + rows * (3 * n // 128)
+    assert up.least_bytes(sizes, E4M3) == T * d + E * 2 * n * d + 3 * rows * n + 4 * scales
+    refuses(lambda: cost.product_floor_ms("combine", sizes, precision="fp8"), "precision")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_layers_products_are_right(device: str) -> None:
+    """By the twins on a CPU. A weight is turned for some of them."""
+    case = make_case(gemm.Sizes(300, 256, 256, 8, 2), quantized=True, device=device)
+    given = evaluate(YARDSTICK, case)
+    made = run_kernels(case, given)
+    for name in QUANTIZED:
+        for output, (right, bound) in reference(name, case, given).items():
+            got = made[output][: len(right)].double().view(right.shape)
+            assert ((got - right).abs() <= bound).all(), output

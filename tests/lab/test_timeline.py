@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
 
 import pytest
 
@@ -13,69 +15,44 @@ from blazeproto.gemm import nvrtc, product
 from blazeproto.gemm.compile import CUDA_SOURCES, compile_many
 from blazeproto.lab import timeline
 from blazeproto.lab.timeline import LOOKS, RECORDS, WARPS, WHATS, compiled_in, parse, record
+from tests.refusals import refuses
 
 BEGIN, END, AT = 0x100, 0x200, 0x300
 NEAR_THE_WRAP = 2**32 - 3000
 Record = tuple[int, int]
 
 
-class Warp:
-    """Records as a warp would leave them."""
-
-    def __init__(self, clock: int) -> None:
-        self.clock, self.records = clock, list[Record]()
-
-    def __call__(self, edge: int, what: str, after: int = 10) -> None:
-        self.clock += after
-        self.records.append((self.clock % 2**32, edge | WHATS.index(what)))
-
-
-def consumer(clock: int, tiles: int = 4) -> list[Record]:
-    """Tiles of 2000 cycles: 100 wait for full, 1600 mma, of which 200 hand over the tile before, and 300 hand-over after."""
-    warp = Warp(clock)
-    warp(BEGIN, "consumer", 0)
-    for tile in range(tiles):
-        warp(AT, "tile", 0)
-        warp(BEGIN, "mma", 0)
-        warp(BEGIN, "wait full", 0)
-        warp(END, "wait full", 100)
-        if tile:
-            warp(BEGIN, "hand-over", 400)
-            warp(END, "hand-over", 200)
-            warp(END, "mma", 1000)
-        else:
-            warp(END, "mma", 1600)
-        warp(BEGIN, "hand-over", 0)
-        warp(END, "hand-over", 300)
-    warp(END, "consumer", 0)
-    return warp.records
+# Marks of a warp: cycles after the one before, edge, what.
+FIRST = (
+    *((0, AT, "tile"), (0, BEGIN, "mma"), (0, BEGIN, "wait full"), (100, END, "wait full"), (1600, END, "mma")),
+    *((0, BEGIN, "hand-over"), (300, END, "hand-over")),
+)
+LATER = (  # the tile before is handed over under the products
+    *((0, AT, "tile"), (0, BEGIN, "mma"), (0, BEGIN, "wait full"), (100, END, "wait full")),
+    *((400, BEGIN, "hand-over"), (200, END, "hand-over"), (1000, END, "mma")),
+    *((0, BEGIN, "hand-over"), (300, END, "hand-over")),
+)
+LOADED = (
+    *((0, AT, "tile"), (0, BEGIN, "wait empty"), (1500, END, "wait empty")),
+    *((0, BEGIN, "TMA"), (100, END, "TMA"), (0, BEGIN, "copy"), (400, END, "copy")),
+)
+CONSUMER = ((0, BEGIN, "consumer"), *FIRST, *3 * LATER, (0, END, "consumer"))
+PRODUCER = ((0, BEGIN, "producer"), *4 * LOADED, (0, END, "producer"))
+IDLE = ((10, BEGIN, "epilogue"), (10, END, "epilogue"))
 
 
-def producer(clock: int, tiles: int = 4) -> list[Record]:
-    warp = Warp(clock)
-    warp(BEGIN, "producer", 0)
-    for _ in range(tiles):
-        warp(AT, "tile", 0)
-        for what, cycles in (("wait empty", 1500), ("TMA", 100), ("copy", 400)):
-            warp(BEGIN, what, 0)
-            warp(END, what, cycles)
-    warp(END, "producer", 0)
-    return warp.records
-
-
-def idle(clock: int) -> list[Record]:
-    warp = Warp(clock)
-    warp(BEGIN, "epilogue")
-    warp(END, "epilogue")
-    return warp.records
+def records(marks: Sequence[tuple[int, int, str]], clock: int = 0) -> list[Record]:
+    """As a warp would leave them that begins at this clock."""
+    clocks = [clock + passed for passed in accumulate(after for after, _, _ in marks)]
+    return [(at % 2**32, edge | WHATS.index(what)) for at, (_, edge, what) in zip(clocks, marks, strict=True)]
 
 
 @pytest.fixture
 def picture() -> timeline.Timeline:
     """A producer, an idle warp, one without records, a consumer; their clocks wrap, and the consumer's begins first."""
     start = NEAR_THE_WRAP
-    records = [producer(start), idle(start), [(0, 0)], [], consumer(start - 50)]
-    return parse(records, kernel="up_forward", cta=7, tiles=3)
+    warps = [records(PRODUCER, start), records(IDLE, start), [(0, 0)], [], records(CONSUMER, start - 50)]
+    return parse(warps, kernel="up_forward", cta=7, tiles=3)
 
 
 def test_spans_of_records_whose_clocks_wrap(picture: timeline.Timeline) -> None:
@@ -108,20 +85,9 @@ def test_shares_of_time(picture: timeline.Timeline) -> None:
     assert list(shares["consumer 0"]) == ["mma", "hand-over", "hand-over under mma", "wait full"]
 
 
-def test_time_in_no_span_is_other() -> None:
-    warp = Warp(0)
-    warp(BEGIN, "epilogue")
-    warp(BEGIN, "store", 300)
-    warp(END, "store", 100)
-    warp(END, "epilogue", 100)
-    found = parse([warp.records])
-    assert found.innermost(0) == [("other", 0, 300), ("store", 300, 400), ("other", 400, 500)]
-
-
 def test_what_the_record_breaks_off_in() -> None:
     """A full memory ends within a span; so does a cut at a tile, which is no loss."""
-    records = consumer(0)
-    cut = parse([records[:5]])  # within the first tile's mma
+    cut = parse([records(CONSUMER)[:5]])  # within the first tile's mma
     assert not cut.complete
     assert [(span.what, span.end, span.finished) for span in cut.spans] == [
         ("consumer", 100, False),
@@ -129,37 +95,25 @@ def test_what_the_record_breaks_off_in() -> None:
         ("wait full", 100, True),
     ]
     assert "full before" in repr(cut)
-    limited = parse([records], tiles=1)
+    limited = parse([records(CONSUMER)], tiles=1)
     assert limited.complete and not limited.spans[0].finished and limited.cycles == 2000
 
 
 @pytest.mark.parametrize(
-    ("records", "message"),
+    ("marks", "message"),
     [
-        ([], "records: expected those of at least one warp, got none"),
         ([[(0, 0)]], "got none"),
         ([[(5, 0x1FF)]], "expected a kind of timeline.cuh, got 0x1ff of warp 0"),
         ([[(5, 0x10A), (9, 0x206)]], r"warp 0 ends 'wait full' within \['mma'\]"),
         ([[(5, 0x20A)]], r"warp 0 ends 'mma' within \[\]"),
     ],
 )
-def test_what_is_no_record_is_refused(records: list[list[Record]], message: str) -> None:
+def test_what_is_no_record_is_refused(marks: list[list[Record]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parse(records)
+        parse(marks)
 
 
-def test_the_text(picture: timeline.Timeline) -> None:
-    lines = repr(picture).splitlines()
-    assert lines[0] == "up_forward, CTA 7: 3 tiles, 6050 cycles"
-    row = next(line for line in lines if line.startswith("consumer 0, warp 4")).removeprefix("consumer 0, warp 4")
-    assert row.count("|") == 3 and row.count("M") > 50 and set(row) <= set(" |M.hH")
-    assert any(line.startswith("consumer 0: mma 73%") for line in lines)
-    assert "  .  wait for full: a stage's data, or slabs" in lines and not any(
-        "find the next" in line for line in lines
-    )
-
-
-def test_the_drawing(picture: timeline.Timeline) -> None:
+def test_the_drawing(picture: timeline.Timeline, tmp_path: Path) -> None:
     """It is XML without a script, and as much is drawn of a colour as there are spans."""
     root = ElementTree.fromstring(picture.svg())
     assert not [element for element in root.iter() if element.tag.endswith("}script")]
@@ -171,22 +125,23 @@ def test_the_drawing(picture: timeline.Timeline) -> None:
     assert sum(LOOKS["mma"][1] in style for style in drawn) == 3
     words = "".join(root.itertext())
     assert "tile 2" in words and "consumer 0, warp 4" in words and LOOKS["mma"][2] in words
-    assert picture._repr_html_() == picture.svg()
+    assert picture._repr_html_() == picture.svg() == picture.save(tmp_path / "a.svg").read_text()
 
 
-def test_it_is_saved(picture: timeline.Timeline, tmp_path) -> None:
-    assert picture.save(tmp_path / "a.svg").read_text() == picture.svg()
+@pytest.mark.parametrize(
+    ("call", "argument", "error"),
+    [
+        (lambda: record(3), "launch", TypeError),  # type: ignore[arg-type]
+        (lambda: record(list, tiles=0), "tiles", ValueError),
+        (lambda: record(list, cta=-1), "cta", ValueError),
+        (lambda: parse([]), "records", ValueError),
+    ],
+)
+def test_bad_arguments_are_refused(call: Callable[[], object], argument: str, error: type[Exception]) -> None:
+    refuses(call, argument, error)
 
 
-def test_bad_arguments_are_refused_before_anything_runs() -> None:
-    cases: list[tuple[Callable[[], object], type[Exception], str]] = [
-        (lambda: record(3), TypeError, "launch: expected a callable, got int"),  # type: ignore[arg-type]
-        (lambda: record(list, tiles=0), ValueError, "tiles: expected at least 1, got 0"),
-        (lambda: record(list, cta=-1), ValueError, "cta: expected at least 0, got -1"),
-    ]
-    for call, error, message in cases:
-        with pytest.raises(error, match=message):
-            call()
+def test_the_macro_is_compiled_in_for_as_long_as_it_is_asked_for() -> None:
     with compiled_in():
         assert product.DEBUG[-1] == "TIMELINE"
     assert "TIMELINE" not in product.DEBUG
@@ -203,24 +158,6 @@ def test_host_and_device_have_the_same_numbers() -> None:
     (body,) = re.findall(r"enum What : uint32_t \{(.*?)\};", header, re.DOTALL)
     names = re.findall(r"^ *(\w+)", body, re.MULTILINE)
     assert [name.replace("_", " ").lower() for name in names] == [what.replace("-", " ").lower() for what in WHATS[1:]]
-
-
-def test_marks_come_in_pairs() -> None:
-    """As many spans of a kind end in a file as begin there."""
-    marked = 0
-    for path in CUDA_SOURCES.iterdir():
-        marks = re.findall(r"^ *MARK\((\w+), (\w+)\);$", path.read_text(), re.MULTILINE)
-        for what in {what for edge, what in marks if edge != "AT"}:
-            assert marks.count(("BEGIN", what)) == marks.count(("END", what)), (path.name, what)
-        marked += bool(marks)
-    assert marked >= 7
-
-
-def test_without_the_macro_there_is_nothing() -> None:
-    header = (CUDA_SOURCES / "timeline.cuh").read_text()
-    without = header.partition("#else")[2]
-    assert re.findall(r"^#define (.*)$", without, re.MULTILINE) == ["MARK(edge, what)", "START_TIMELINE()"]
-    assert "constexpr int TIMELINE_BYTES = 0;" in without
 
 
 @pytest.mark.parametrize(

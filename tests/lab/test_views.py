@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +12,14 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 import torch
+from shown import Text
 
 from blazeproto import MoE, gemm
-from blazeproto.blocksparse import dMoE
 from blazeproto.dispatch import Dispatch, reference
 from blazeproto.lab import views
-from blazeproto.lab.tables import Bar, Table, View, in_bytes, in_ms, in_operations
+from blazeproto.lab.tables import Bar, Table, View
 from blazeproto.lab.views import ctas_per_multiprocessor, imbalance, loads_of, resources, threads_of, view, wgmma_count
+from tests.refusals import refuses
 
 mpl.use("Agg")
 
@@ -40,26 +40,6 @@ def skewed_dispatch(num_experts: int) -> Dispatch:
     return reference.build_dispatch(ids[:, None], num_experts)
 
 
-class Shown(HTMLParser):
-    """The text of HTML, and whether tags are closed in order."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.text = ""
-        self.feed(html)
-        assert not self.open
-
-    def handle_starttag(self, tag: str, _: object) -> None:
-        self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
 def test_the_worked_example_is_the_paper_s() -> None:
     made = view(paper_dispatch())
     lines = [line.split() for line in made.text().splitlines()]
@@ -70,17 +50,6 @@ def test_the_worked_example_is_the_paper_s() -> None:
     expert_3 = next(line for line in lines if line[:2] == ["3", "3"])
     assert expert_3[-9:] == ["7", "to", "9", "1", "5", "9", "0", "2", "4"]
     assert made.facts["imbalance"].startswith("1.20")
-
-
-def test_pairs_without_a_row_show_none() -> None:
-    made = view(reference.build_dispatch(np.array([[0, 7], [1, 0]], np.int32), 2))
-    assert ["0", "0 –", "0 –"] in [list(row) for row in made.tables[1].rows]
-    assert made.facts["rows"] == "3 of 4 places, 4 pairs"
-
-
-def test_the_overflow_is_told() -> None:
-    made = view(reference.build_dispatch(np.array([[0], [0], [1]], np.int32), 2, row_capacity=2))
-    assert made.facts["overflow"].startswith("1 pair")
 
 
 def test_varying_numbers_of_experts() -> None:
@@ -99,7 +68,7 @@ def test_many_experts_show_the_extremes() -> None:
 def test_no_token_is_no_error() -> None:
     made = view(reference.build_dispatch(np.zeros((0, 2), np.int32), 3))
     assert made.facts["imbalance"].startswith("nan") and "0" in made.text()
-    assert Shown(made._repr_html_()).text
+    assert Text(made._repr_html_()).text
 
 
 def test_load_and_imbalance() -> None:
@@ -111,7 +80,7 @@ def test_load_and_imbalance() -> None:
 @pytest.mark.parametrize("thing", [paper_dispatch(), gemm.TileConfig(), skewed_dispatch(40)], ids=["5", "tiles", "40"])
 def test_both_forms_have_the_same_cells(thing: object) -> None:
     made = view(thing)
-    html = Shown(thing._repr_html_()).text.rstrip()  # type: ignore[attr-defined]
+    html = Text(thing._repr_html_()).text.rstrip()  # type: ignore[attr-defined]
     assert [line.rstrip() for line in html.splitlines()] == made.text().rstrip().splitlines()
     wanted = [text for fact in made.facts.items() for text in fact]
     wanted += ["" if isinstance(cell, Bar) else cell for table in made.tables for row in table.rows for cell in row]
@@ -120,64 +89,9 @@ def test_both_forms_have_the_same_cells(thing: object) -> None:
         assert word in text
 
 
-def test_rich_shows_the_view(capsys: pytest.CaptureFixture[str]) -> None:
-    import rich
-
-    rich.print(paper_dispatch())
-    assert "expert_pair_indices" in capsys.readouterr().out
-
-
-def test_a_bar_is_as_long_as_its_value() -> None:
-    assert Bar(1, 2).text(8) == "████" and Bar(1, 4).text(2) == "▌" and Bar(0, 4).text() == "" == Bar(0, 0).text()
-    assert Bar(4, 4, mark=2).text(8) == "████┃███" and Bar(1, 4, mark=2).text(8) == "██  ┊"
-
-
 def test_html_is_escaped() -> None:
     html = View("<b>", {"<i>": "&"}, [Table(["<u>"], [["<script>"]], "<p>")], "<hr>")._repr_html_()
     assert not re.search("<script|<i>|<u>|<hr>|<b>", html)
-
-
-def test_rows_and_columns_agree() -> None:
-    with pytest.raises(ValueError, match="expected 2 cells"):
-        Table(["a", "b"], [["1"]])
-
-
-@pytest.mark.parametrize(
-    ("made", "wanted"),
-    [
-        (in_bytes(None), "–"),
-        (in_bytes(512), "512 B"),
-        (in_bytes(1536), "1.5 KiB"),
-        (in_bytes(3 * 2**30), "3.00 GiB"),
-        (in_operations(0), "–"),
-        (in_operations(2.15e9), "2.15 G"),
-        (in_operations(5e15), "5000 T"),
-        (in_ms(None), "–"),
-        (in_ms(0.12345), "0.1235"),
-    ],
-)
-def test_numbers_as_words(made: str, wanted: str) -> None:
-    assert made == wanted
-
-
-def test_a_plot_has_a_bar_an_expert() -> None:
-    axes = paper_dispatch().plot()
-    assert [bar.get_height() for bar in axes.patches] == [3, 2, 2, 3]
-    assert "1.20" in axes.get_title()
-    assert paper_dispatch().plot(axes) is axes
-    mpl.pyplot.close("all")
-
-
-def test_what_has_no_view_is_refused() -> None:
-    with pytest.raises(TypeError, match="thing: expected one of Dispatch, Kernel, TileConfig, MoE, got int"):
-        view(3)
-
-
-def test_tiles() -> None:
-    facts = view(gemm.TileConfig(tile_n=128, stages=2)).facts
-    assert facts["ring"] == "64.0 KiB of 227.0 KiB" and facts["accumulators"].startswith("64 fp32")
-    assert "up_forward" in view(gemm.TILES["up_forward"]).facts["runs by default"]
-    assert view(gemm.TileConfig(stages=2)).facts["runs by default"] == "nowhere"
 
 
 def test_a_layer() -> None:
@@ -189,7 +103,7 @@ def test_a_layer() -> None:
     assert total[3] == f"{count:,}"
     experts = sum(p.numel() for name, p in layer.named_parameters() if "proj" in name and "shared" not in name)
     assert f"{count - experts * 6 // 8:,} " in made.facts["parameters"]
-    assert "parameters" in Shown(layer._repr_html_()).text
+    assert "parameters" in Text(layer._repr_html_()).text
     assert f"{layer.saved_bytes(4096) / 4096:,.0f} B" in made.facts["save"]
 
 
@@ -245,19 +159,6 @@ def test_a_kernel() -> None:
     assert threads_of(combine) == 128 and resources(combine, sass=False).wgmma is None
 
 
-def test_wgmma_are_counted_in_the_machine_code() -> None:
-    """A stage of 64 has four steps of 16, the mainloop's body stands there twice."""
-    kernel = gemm.kernel_for("up_forward")
-    try:
-        sass = kernel.sass
-    except FileNotFoundError:
-        pytest.skip("needs nvdisasm")
-    count = resources(kernel).wgmma
-    assert count is not None and count >= 4 and count == sass.count("HGMMA.")
-    sums = next(k for k in gemm.PRODUCTS["expert_row_sum"].kernels() if k.entry == "expert_row_sum")
-    assert resources(sums).wgmma == 0
-
-
 def test_without_nvdisasm_the_view_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise FileNotFoundError(name)
@@ -292,24 +193,11 @@ def test_the_load_of_a_layer_s_statistics() -> None:
     assert loads_of(stats) == stats.load.tolist() and loads_of(routing) == routing.load.tolist()
     axes = views.plot_load(stats)
     assert [bar.get_height() for bar in axes.patches] == stats.load.tolist()
+    assert paper_dispatch().plot(axes) is axes
+    mpl.pyplot.close("all")
     for function in (loads_of, views.plot_load):
-        with pytest.raises(
-            TypeError, match="dispatch: expected a Dispatch, or the MoEStats or Routing of a layer, got Tensor"
-        ):
-            function(stats.load)
-
-
-def test_no_name_is_split_where_columns_just_fit() -> None:
-    lists = "expert_pair_indices[40832] expert_token_offsets[1×129] token_index_map[40832]"
-    columns = ["arrays of", "reads", "writes", "keeps for backward"]
-    table = Table(columns, [["down_backward_weight", "gate_up_proj[128×64×64] x[64×64]", lists, lists]], left=columns)
-    text = View("A view", {}, [table]).text(110)
-    assert "arrays of" in text.splitlines()[2], "as rows"
-    assert all(text.count(name) == 2 for name in lists.split()) and "gate_up_proj[128×64×64]" in text
-
-
-def test_tab_offers_what_is_meant_for_people() -> None:
-    assert dir(views) == sorted(views.__all__) and all(callable(getattr(views, name)) for name in views.__all__)
+        refuses(lambda function=function: function(stats.load), "dispatch", TypeError)
+    refuses(lambda: view(3), "thing", TypeError)
 
 
 @pytest.mark.parametrize("width", [45, 80, 110, 200])
@@ -347,11 +235,6 @@ def test_what_cannot_be_drawn_is_its_repr(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(views, "view", fail)
     assert pretty(shown) == repr(shown)
-
-
-def test_a_layer_that_does_not_know_what_it_keeps_is_shown() -> None:
-    assert "save" not in view(dMoE(64, 128, 4, 2)).facts
-    assert "save" in view(MoE(64, 128, 4, 2)).facts
 
 
 def test_wgmma_are_counted_on_bf16_and_on_fp8() -> None:

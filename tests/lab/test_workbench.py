@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import subprocess
@@ -12,7 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,31 +21,20 @@ from torch import Tensor
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
 
-from blazeproto import gemm, lab
-from blazeproto.dispatch.structures import addresses
+from blazeproto import gemm
 from blazeproto.gemm import (
     TileConfig,
     compile,
-    down_backward,
-    fused,
-    launch,
-    linear,
     product,
-    reduce,
-    tickets,
-    up,
-    weight,
 )
-from blazeproto.gemm.combine import launch as launch_combine
-from blazeproto.gemm.compile import CUDA_SOURCES, CompileError, Kernel, compile_many
+from blazeproto.gemm.compile import CUDA_SOURCES, CompileError, Kernel
 from blazeproto.gemm.product import Build, Sizes, Variant
 from blazeproto.lab import Workbench, edit, machine_code, target, workbench
-from blazeproto.lab.accuracy import Reference, reference
-from blazeproto.lab.calls import CALLS, MOST_GUARD, POISON, Case, Output, Poisoned, everything_read, sums_of, told_stray
-from blazeproto.lab.oracle import EXACT, YARDSTICK, evaluate, make_case
-from blazeproto.lab.verdict import Comparison, places_of
+from blazeproto.lab.calls import CALLS, MOST_GUARD, POISON, Case, Output, Poisoned, told_stray
+from blazeproto.lab.target import Machine
+from blazeproto.lab.verdict import Comparison
 from blazeproto.runtime import cache as compile_cache
-from blazeproto.runtime import driver
+from tests.refusals import refuses
 
 FAST = "combine"  # which compiles in a third of a second
 LINE = "    if (token >= num_tokens) return;\n"
@@ -72,14 +60,9 @@ def test_the_sources_are_copied(bench: Workbench, folder: Path) -> None:
 
 @pytest.mark.parametrize("held", ["a file in it", "a file"])
 def test_a_folder_that_is_not_empty_is_refused(bench: Workbench, tmp_path: Path, held: str) -> None:
-    path = tmp_path / "taken"
-    if held == "a file":
-        path.write_text("mine")
-    else:
-        path.mkdir()
-        (path / ".hidden").write_text("mine")
-    with pytest.raises(ValueError, match=r"folder: expected one that is absent or empty, got "):
-        bench.edit(path)
+    path = tmp_path / "taken" if held == "a file" else tmp_path / ".hidden"
+    path.write_text("mine")
+    refuses(lambda: bench.edit(path if held == "a file" else tmp_path), "folder")
     assert bench.edited is None
     (tmp_path / "empty").mkdir()
     assert bench.edit(tmp_path / "empty") == tmp_path / "empty"
@@ -90,10 +73,8 @@ def test_a_folder_is_gone_on_with(bench: Workbench, folder: Path, tmp_path: Path
     other = Workbench("up_forward", T=64, d=64, n=64, E=4, K=2)
     assert other.reopen(folder) is other and str(folder) in repr(other)
     assert "+// mine" in other.diff() and other.diff() == bench.diff()
-    with pytest.raises(ValueError, match="folder: expected a folder with CUDA sources, as "):
-        other.reopen(tmp_path / "absent")
-    with pytest.raises(TypeError, match="folder: expected a path, got int"):
-        other.reopen(3)
+    for wrong, error in ((tmp_path / "absent", ValueError), (tmp_path, ValueError), (3, TypeError)):
+        refuses(lambda wrong=wrong: other.reopen(wrong), "folder", error)
 
 
 def test_a_saved_file_is_compiled_and_named_in_the_diff(bench: Workbench, folder: Path) -> None:
@@ -108,19 +89,6 @@ def test_a_saved_file_is_compiled_and_named_in_the_diff(bench: Workbench, folder
     assert "+    if (token == 5) return;" in bench.diff().splitlines()
     source.write_text(original)
     assert bench.kernel is before  # by content
-
-
-def test_headers_macros_and_new_files_count(bench: Workbench, folder: Path) -> None:
-    before = bench.kernel.cubin
-    (folder / "mine.cuh").write_text("#pragma once\n#define WEIGHT 2.0f\n")
-    (folder / "ptx.cuh").write_text((folder / "ptx.cuh").read_text() + '#include "mine.cuh"\n')
-    source = (folder / "combine.cu").read_text()
-    (folder / "combine.cu").write_text(source.replace("weight * bf16_low", "WEIGHT * weight * bf16_low"))
-    doubled = bench.kernel
-    assert doubled.cubin != before and "WEIGHT 2.0f" in doubled.source
-    assert "+++ b/mine.cuh" in bench.diff() and "--- /dev/null" in bench.diff()
-    (folder / "mine.cuh").write_text("#pragma once\n#define WEIGHT 3.0f\n")
-    assert bench.kernel.cubin != doubled.cubin
 
 
 @pytest.mark.parametrize(
@@ -145,6 +113,7 @@ def test_an_edited_header_is_compiled_however_it_is_included(
             _ = bench.kernel
         return
     doubled = bench.kernel.cubin
+    assert "+++ b/" + header in bench.diff() and "--- /dev/null" in bench.diff()
     (folder / header).write_text("#define WEIGHT 3.0f\n")
     assert bench.kernel.cubin != doubled
 
@@ -174,26 +143,21 @@ def test_the_package_s_sources_are_those_that_are_there_now(package: Path, file:
     assert bench.kernel is not before and bench.kernel.cubin != before.cubin
     verdicts = bench.check(), Workbench("combine", T=8, d=64, n=64, E=2, K=1, device="cpu").check()
     assert not any(verdicts)
-    with pytest.raises(ValueError, match=r"kernel: expected one of combine\.cu and its headers as they are now"):
-        machine_code(before)
+    refuses(lambda: machine_code(before), "kernel")
     (package / "combine.cu").write_text("mistake")
     with pytest.raises(CompileError, match=rf"{package}/combine\.cu\(1\): error"):
         bench.check()
 
 
-def test_a_source_that_is_gone_is_named_in_the_users_folder(bench: Workbench, folder: Path) -> None:
-    (folder / "combine.cu").unlink()
-    with pytest.raises(
-        FileNotFoundError, match=rf"^{folder}/combine\.cu: expected the source of kernel combine, got no file"
-    ):
+def test_a_source_that_is_gone_and_an_error_in_a_header_are_named_in_the_users_folder(
+    bench: Workbench, folder: Path
+) -> None:
+    header = folder / "ptx.cuh"
+    header.write_text(header.read_text() + "DEVICE int broken() { return absent; }\n")
+    with pytest.raises(CompileError, match=rf"^{header}:{len(header.read_text().splitlines())}: error: "):
         _ = bench.kernel
-
-
-def test_a_folder_without_sources_is_not_reopened(bench: Workbench, tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=rf"folder: expected a folder with CUDA sources, as edit\(\) makes it, got {tmp_path}"
-    ):
-        bench.reopen(tmp_path)
+    (folder / "combine.cu").unlink()
+    refuses(lambda: bench.kernel, f"{folder}/combine.cu", FileNotFoundError)
 
 
 def test_a_comment_that_is_no_utf8_is_compiled(bench: Workbench, folder: Path) -> None:
@@ -213,23 +177,11 @@ def test_a_compile_error_shows_the_line_and_the_old_kernel_stays(bench: Workbenc
             _ = bench.kernel
     message = str(error.value)
     assert message.startswith(f"{source}:{line}: error:") and "no_such_name" in message.splitlines()[0]
-    assert f"    {line} | if (token >= no_such_name) return;" in message.splitlines()
-    assert "blazeproto-lab-" not in message  # no copy of the sources is spoken of
     assert bench.last_kernel is good and good.cubin[:4] == b"\x7fELF" and good.registers > 0
     with pytest.raises(CompileError), bench.use():
         pass
     source.write_text(original)
     assert bench.kernel is good
-
-
-def test_an_error_in_a_header_and_a_missing_one_are_named(bench: Workbench, folder: Path) -> None:
-    header = folder / "ptx.cuh"
-    header.write_text(header.read_text() + "DEVICE int broken() { return absent; }\n")
-    with pytest.raises(CompileError, match=rf"^{header}:{len(header.read_text().splitlines())}: error: "):
-        _ = bench.kernel
-    header.write_text(header.read_text().replace("DEVICE int broken() { return absent; }", '#include "absent.cuh"'))
-    with pytest.raises(CompileError, match=r"absent\.cuh"):
-        _ = bench.kernel
 
 
 def test_an_edited_kernel_never_enters_the_packages_cache(
@@ -314,67 +266,34 @@ def test_two_workbenches(bench: Workbench, folder: Path, tmp_path: Path) -> None
     assert sources_for(FAST) is None
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
-    """The kernels of all launches, none of which reaches a driver."""
-    kernels: list[Kernel] = []
-    monkeypatch.setattr(Kernel, "handle", lambda self, device: self)
-    monkeypatch.setattr(driver, "launch", lambda kernel, *_: kernels.append(kernel))
-    monkeypatch.setattr(launch, "_tensor_maps", lambda: (lambda *_: 0, lambda *_: 0))
-    for module in (launch, weight):
-        monkeypatch.setattr(module, "num_sms", lambda device: 132)
-    monkeypatch.setattr(tickets, "counters", lambda device: SimpleNamespace(take=lambda stream: 0))
-    return kernels
-
-
-NO_DEVICE = 99  # whose plans no launch of another test takes
-
-
-def launch_all(case: Case) -> None:
-    """Every product, of memory that a CPU has and that is not read."""
-    at = addresses(case.dispatch, NO_DEVICE, 0)
-    rows, (experts, d, n) = at.num_rows, case.down_proj.shape
-    h, act, y = (torch.empty(rows, width, dtype=torch.bfloat16) for width in (2 * n, n, d))
-    f32 = torch.empty(1 << 22)
-    scores, dw = case.scores, torch.empty_like(case.down_proj)
-    up.launch(case.x, case.up_proj, at, activation="swiglu", h=h, act=act)
-    linear.launch(act, case.down_proj, at, out=y)
-    fused.launch(act, case.down_proj, scores, at, out_f32=torch.empty(case.x.shape))
-    launch_combine(y, at, scores=scores, out=case.x)
-    outputs = {"dh": h, "a_scaled": act, "d_scores": scores, "workspace": f32[:rows].view(1, rows)}
-    down_backward.launch(case.d_out, case.down_proj, h, scores, at, activation="swiglu", **outputs)
-    linear.launch(h, case.up_proj, at, transposed=True, out=y)
-    fused.launch_dx(h, case.up_proj, at, dx_f32=torch.empty(case.x.shape))
-    weight.launch(weight.DOWN, case.d_out, act, at, dw=dw, f32=False, workspace=f32)
-    weight.launch(weight.UP, case.x, h, at, dw=torch.empty_like(case.up_proj), f32=False, workspace=f32)
-    reduce.launch_bias_score_grad(case.d_out, y[:experts], at, d_scores=scores)
-    reduce.launch_expert_row_sum(h, at, out=h[:experts], f32=False, workspace=f32)
+@pytest.fixture(scope="module")
+def benches() -> list[Workbench]:
+    return [Workbench(name, T=64, d=256, n=64, E=4, K=2, device="cpu") for name in gemm.PRODUCTS]
 
 
 @pytest.mark.parametrize("name", gemm.PRODUCTS)
-def test_a_layers_launches_take_the_edited_kernels_of_this_product_alone(
-    name: str, tmp_path: Path, launched: list[Kernel]
+def test_launches_take_the_edited_kernels_of_this_product_alone(
+    name: str, tmp_path: Path, benches: list[Workbench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = make_case(Sizes(64, 256, 64, 4, 2), device="cpu")
-    bench = Workbench(name, T=64, d=256, n=64, E=4, K=2)
-    launch_all(case)
-    assert len(launched) >= 13 and not any(kernel.sources for kernel in launched)
-    plain = [kernel.entry for kernel in launched]
-    launched.clear()
+    def launched() -> list[Kernel]:
+        """By one call of every product."""
+        taken = list[Kernel]()
+        monkeypatch.setattr(Machine, "launch", lambda self, kernel, *_, **__: taken.append(kernel))
+        for bench in benches:
+            target.launch(Machine(), bench.entry.run, **bench._inputs.arguments)
+        return taken
+
+    plain = launched()
+    assert len(plain) >= len(benches) and not any(kernel.sources for kernel in plain)
     with product.edited(name, tmp_path):
-        launch_all(case)
-        bench_own = launched[:]
-        launched.clear()
+        edited = launched()
         with product.alone({}):
-            launch_all(case)
-        assert not any(kernel.sources for kernel in launched)
-    own = set(bench._kernels(Build((), tmp_path)))
-    edited = {kernel for kernel in bench_own if kernel.sources}
-    assert [kernel.entry for kernel in bench_own] == plain
-    assert edited and edited <= own  # the very objects that the workbench compiles
-    launched.clear()
-    launch_all(case)
-    assert not any(kernel.sources for kernel in launched)
+            assert launched() == plain
+    (own,) = (bench._kernels(Build((), tmp_path)) for bench in benches if bench.product == name)
+    assert [kernel.entry for kernel in edited] == [kernel.entry for kernel in plain]
+    changed = {kernel for kernel in edited if kernel.sources}
+    assert changed and changed <= {*own}  # the very objects that the workbench compiles
+    assert launched() == plain
 
 
 @pytest.mark.parametrize("name", gemm.PRODUCTS)
@@ -392,27 +311,29 @@ def test_every_product_has_a_call_and_a_kernel(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("options", "argument"),
     [
-        ({"product": "up_foward"}, "product: expected one of .* did you mean 'up_forward'"),
-        ({"T": 0}, "T: expected at least 1, got 0"),
-        ({"d": 60}, "d: expected a multiple of 8, got 60"),
-        ({"E": 513}, "E: expected at most 512, got 513"),
-        ({"activation": "swigl"}, "activation: expected one of"),
-        ({"routing": "none"}, "routing: expected one of"),
-        ({"config": TileConfig(tile_n=128)}, None),
-        ({"config": TileConfig(cluster=2)}, None),
-        ({"config": TileConfig(cluster=2, tickets=True)}, "config: expected tickets=False beside cluster=2"),
-        ({"product": "combine", "config": TileConfig()}, "config: expected None for combine"),
+        ({"product": "up_foward"}, "product"),
+        ({"T": 0}, "T"),
+        ({"d": 60}, "d"),
+        ({"E": 513}, "E"),
+        ({"activation": "swigl"}, "activation"),
+        ({"routing": "none"}, "routing"),
+        ({"config": TileConfig(cluster=2, tickets=True)}, "config"),
+        ({"product": "combine", "config": TileConfig()}, "config"),
     ],
 )
-def test_what_no_product_takes_is_refused(arguments: dict, message: str | None) -> None:
-    options = {"product": "up_forward", **arguments}
-    if message is None:
-        Workbench(**options)
-        return
-    with pytest.raises(ValueError, match=message):
-        Workbench(**options)
+def test_what_no_product_takes_is_refused(options: dict[str, Any], argument: str) -> None:
+    refuses(lambda: Workbench(**{"product": "up_forward", **options}), argument)
+
+
+@pytest.mark.parametrize("config", [TileConfig(tile_n=128), TileConfig(cluster=2)])
+def test_other_tiles_than_a_layers_are_taken(config: TileConfig) -> None:
+    assert Workbench("up_forward", config=config).config == config
+
+
+def test_a_macro_that_is_no_text_is_refused(bench: Workbench) -> None:
+    refuses(lambda: bench.run(1), "debug", TypeError)  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
@@ -422,91 +343,36 @@ def test_what_needs_a_gpu_says_so(what: str) -> None:
         getattr(Workbench("up_forward", T=64, d=64, n=64, E=4, K=2), what)()
 
 
-def test_a_macro_that_is_no_text_is_refused(bench: Workbench) -> None:
-    with pytest.raises(TypeError, match="debug: expected a str, got int"):
-        bench.run(1)  # type: ignore[arg-type]
-
-
 def test_use_before_edit_is_refused(bench: Workbench) -> None:
     with pytest.raises(RuntimeError, match=r"call edit\(folder\) first"), bench.use():
         pass
 
 
-def test_the_labs_names() -> None:
-    assert lab.Workbench is Workbench and lab.oracle.EXACT is EXACT
-    assert {"Workbench", "explain", "swizzle", "fragment", "oracle", "accuracy", "same_bits"} <= set(dir(lab))
-    with pytest.raises(AttributeError, match="no attribute 'workbnch'"):
-        _ = lab.workbnch
-
-
 # ---- the planted bugs ---------------------------------------------------------------------------------------------
-
-QUICK = (0, 4)  # the chunk and the race
-
-
-def test_there_are_four_of_each_kind() -> None:
-    kinds = [bug.kind for bug in BUGS]
-    assert {kind: kinds.count(kind) for kind in set(kinds)} == {"epilogue": 4, "gather": 4, "schedule": 4}
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_bug_fits_the_sources(tmp_path: Path, bug: Bug) -> None:
     bench = Workbench(bug.product, **SHAPE)
-    plant(bench.edit(tmp_path / "sources"), bug)
+    plant(bench.edit(tmp_path / "sources"), bug.edits)
     assert bench.diff()
-
-
-@pytest.mark.parametrize(
-    "bugs", [pytest.param([BUGS[i] for i in QUICK], id="some"), pytest.param(BUGS, id="all", marks=pytest.mark.full)]
-)
-def test_bugs_compile(tmp_path: Path, bugs: list[Bug]) -> None:
-    """With delays too where that is the point."""
-    kernels = []
-    for index, bug in enumerate(bugs):
-        bench = Workbench(bug.product, **SHAPE)
-        plant(bench.edit(tmp_path / str(index)), bug)
-        build = bench._build()
-        if "race" in bug.name:
-            build = build._replace(debug=("INJECT_DELAYS",))
-        kernels.append(bench._kernels(build)[0])
-    compile_many(kernels, min(2, os.cpu_count() or 1))
-    assert all(kernel.registers > 0 for kernel in kernels)
 
 
 # ---- the comparison -----------------------------------------------------------------------------------------------
 
-SIZES = Sizes(300, 40, 72, 3, 2)  # 200 rows an expert, two row tiles
-
 
 @cache
-def inputs(activation: str, biases: bool) -> tuple[Case, dict[str, Tensor]]:
-    case = make_case(SIZES, activation=activation, biases=biases, device="cpu")
-    return case, evaluate(YARDSTICK, case)
-
-
-@cache
-def references_of(name: str, activation: str) -> dict[str, Reference]:
-    return reference(name, *inputs(activation, bool(CALLS[name].needs)))
+def bench_of(name: str, activation: str) -> Workbench:
+    """200 rows an expert, two row tiles."""
+    return Workbench(name, T=300, d=40, n=72, E=3, K=2, activation=activation, device="cpu")
 
 
 def made(name: str, activation: str = "swiglu") -> tuple[Case, Comparison, dict[str, Tensor]]:
     """A product's comparison, and outputs that are exact but for their rounding."""
-    call = CALLS[name]
-    case, given = inputs(activation, bool(call.needs))
-    references = references_of(name, activation)
-    outputs = call.outputs(case, given)
-    places = {output: places_of(outputs[output], case) for output in references}
-    values = {output: value.exact.to(outputs[output].dtype) for output, value in references.items()}
-    return case, Comparison(references, places, fixed_order=gemm.PRODUCTS[name].fixed_order), values
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_right_outputs_are_right(name: str) -> None:
-    _, comparison, values = made(name)
-    for _ in range(3):
-        comparison.add(values)
-    verdict = comparison.verdict(name)
-    assert verdict and not verdict.mismatches and "right, in 3 runs" in repr(verdict)
+    bench = bench_of(name, activation)
+    inputs = bench._inputs
+    values = {output: value.exact.to(inputs.values[output].dtype) for output, value in inputs.references.items()}
+    return inputs.case, Comparison(inputs.references, inputs.places, fixed_order=bench.entry.fixed_order), values
 
 
 @pytest.mark.parametrize("name", ["up_forward", "down_backward_act"])
@@ -537,24 +403,6 @@ def test_one_wrong_chunk_is_found(name: str) -> None:
             assert len(verdict.tiles) == 1 and {m.index[0] for m in verdict.mismatches} == {100}
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_bounds_are_a_few_roundings_wide(name: str) -> None:
-    """The largest element of each output, wrong by four roundings of bf16, or in fp32 by a quarter of that, is found."""
-    references = made(name)[1].references
-    values = made(name)[2]
-    for output, value in values.items():
-        place = int(references[output].exact.abs().argmax())
-        wrong = {n: each.clone() for n, each in values.items()}
-        wrong[output].view(-1)[place] *= 1 + (2**-6 if value.dtype == torch.bfloat16 else 2**-8)
-        _, fresh, _ = made(name)
-        fresh.add(wrong)
-        verdict = fresh.verdict(name)
-        assert not verdict and sum(tile.wrong for tile in verdict.tiles) == 1, (
-            output,
-            references[output].bound.view(-1)[place],
-        )
-
-
 def test_a_tile_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     case, comparison, values = made("up_forward")
     start = int(case.dispatch.expert_token_offsets[2])
@@ -570,19 +418,8 @@ def test_a_tile_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     beside = [n for n in mismatch.beside if n.line == start + 130]
     assert [n.column for n in beside] == [75, 76, 77, 78, 79] and len(mismatch.beside) == 5 + 2
     assert [n.wrong for n in beside] == [False, False, True, False, False]
-    text = repr(verdict)
-    assert "expert 2" in text and "row tile 1    x" in text and f"h[{start + 130}, 77]" in text
+    assert "row tile 1    x" in repr(verdict)
     assert verdict.experts == [2]
-
-
-def test_a_tail_that_is_not_written() -> None:
-    case, comparison, values = made("down_forward")
-    last = int(case.dispatch.expert_token_offsets[1]) - 1
-    values["y"][last] = torch.nan
-    comparison.add(values)
-    verdict = comparison.verdict("down_forward")
-    assert verdict.experts == [0] and {tile.row_tile for tile in verdict.tiles} == {last // 128}
-    assert all(m.got != m.got for m in verdict.mismatches) and len(verdict.mismatches) == 10
 
 
 def test_a_run_that_differs_is_told_and_shown() -> None:
@@ -649,23 +486,6 @@ def test_guards_of_a_long_workspace_are_bounded() -> None:
     memory = Poisoned(Output("", (1 << 20,), torch.float32), "cpu")
     assert [guard.nbytes for guard in memory.guards] == [MOST_GUARD, MOST_GUARD]
     assert Poisoned(Output("", (0,), torch.float32), "cpu").values.shape == (0,)
-
-
-def test_an_output_that_is_added_to_begins_at_zero() -> None:
-    memory = Poisoned(Output("token", (4, 8), torch.float32, zeroed=True), "cpu")
-    memory.poison()
-    assert not memory.values.any() and memory.touched().tolist() == [0, 0, 0]
-    assert int(memory.guards[1][0]) == POISON
-
-
-def test_a_changed_input_changes_its_sum() -> None:
-    case, _, values = made("combine")
-    case = dataclasses.replace(case, scores=case.scores.clone())
-    before = sums_of(everything_read(case, {"y": values["out"]}))
-    values["out"][0, 0] += 1
-    case.scores[3] = 7
-    after = sums_of(everything_read(case, {"y": values["out"]}))
-    assert {name for name in before if before[name] != after[name]} == {"y", "scores"}
 
 
 # ---- all of a check but the launches ------------------------------------------------------------------------------

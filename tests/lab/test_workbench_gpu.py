@@ -13,6 +13,7 @@ from planted_bugs import BUGS, SHAPE, WRONG_PAIR, Bug, plant
 
 from blazeproto import MoE, cost, gemm
 from blazeproto.activations import ACTIVATIONS
+from blazeproto.gemm.tiles import E4M3, Element
 from blazeproto.lab import Workbench
 from blazeproto.lab.oracle import ROUTINGS
 from blazeproto.lab.times import gpu_here
@@ -20,21 +21,13 @@ from blazeproto.lab.verdict import Verdict
 
 pytestmark = pytest.mark.gpu
 
-SCALE = ("linear.cu", "out[i] = pack_biased(acc[2 * i], acc[2 * i + 1], bias);")
+HALVED = (  # Y times 0.5
+    "linear.cu",
+    "out[i] = pack_biased(acc[2 * i], acc[2 * i + 1], bias);",
+    "out[i] = pack_biased(0.5f * acc[2 * i], 0.5f * acc[2 * i + 1], bias);",
+)
 SECONDS = 3.0  # from a saved file to a verdict
 RANDOM_SHAPES = 50
-
-
-def change(folder: Path, file: str, old: str, new: str) -> None:
-    text = (folder / file).read_text()
-    assert text.count(old) == 1
-    (folder / file).write_text(text.replace(old, new))
-
-
-def scaled(folder: Path, factor: float) -> None:
-    """Y times ``factor``."""
-    file, old = SCALE
-    change(folder, file, old, f"out[i] = pack_biased({factor}f * acc[2 * i], {factor}f * acc[2 * i + 1], bias);")
 
 
 # ---- check --------------------------------------------------------------------------------------------------------
@@ -45,7 +38,7 @@ def test_a_verdict_takes_at_most_three_seconds(tmp_path: Path) -> None:
     folder = bench.edit(tmp_path / "sources")
     assert bench.check()
     old = "else if (plane < PLANES / HALVES) store(p.out1_rows + column_zero + own, activate(h[plane], h[HALVES - 1]));"
-    change(folder, "up.cu", old, old.replace("activate(h[plane]", "activate(h[HALVES - 1]"))
+    plant(folder, [("up.cu", old, old.replace("activate(h[plane]", "activate(h[HALVES - 1]"))])
     begin = time.perf_counter()
     verdict = bench.check()
     seconds = time.perf_counter() - begin
@@ -104,7 +97,7 @@ def assert_named(bench: Workbench, bug: Bug, verdict: Verdict) -> None:
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_bug_is_found_and_named(tmp_path: Path, bug: Bug) -> None:
     bench = bench_for(bug)
-    plant(bench.edit(tmp_path / "sources"), bug)
+    plant(bench.edit(tmp_path / "sources"), bug.edits)
     verdict = bench.check()
     assert_named(bench, bug, verdict)
     if bug is BUGS[0]:
@@ -133,39 +126,39 @@ def test_no_false_alarm(index: int) -> None:
         assert verdict, f"{bench!r}\n{verdict!r}"
 
 
-@pytest.mark.parametrize("product", gemm.PRODUCTS)
-def test_every_product_is_right_and_timed(product: str, tmp_path: Path) -> None:
-    bench = Workbench(product, T=4096, d=512, n=512, E=16, K=4)
+@pytest.mark.parametrize(
+    ("product", "element"), [(name, element) for name, entry in gemm.PRODUCTS.items() for element in entry.elements]
+)
+def test_every_product_is_right_and_timed(product: str, element: Element, tmp_path: Path) -> None:
+    precision = "fp8" if element is E4M3 else "bf16"
+    bench = Workbench(product, T=4096, d=512, n=512, E=16, K=4, precision=precision)
     folder = bench.edit(tmp_path / "sources")
     assert bench.check()
     for file in folder.glob("*.cu*"):
         file.write_text(file.read_text() + "// changed\n")
     times = bench.time(5)
     assert times.unedited_ms is not None and times.ms > 0
-    assert times.floor_ms == cost.product_floor_ms(bench.product, bench.sizes, gpu_here())
+    assert times.floor_ms == cost.product_floor_ms(bench.product, bench.sizes, gpu_here(), precision)
     assert 2 / 3 < times.ms / times.unedited_ms < 3 / 2
     assert product in repr(times) and "unedited" in repr(times)
 
 
-def test_what_is_written_beside_an_output_is_told(tmp_path: Path) -> None:
-    """Within the guards that the workbench lays around an output, so no other memory is hit."""
+@pytest.mark.parametrize(
+    ("store", "told"),
+    [
+        ("out[-1] = 0", "out: wrote 2 bytes before its first element"),
+        ("const_cast<bf16*>(y)[3] = 0", "y: wrote over this input"),
+    ],
+)
+def test_what_is_written_elsewhere_is_told_and_mended(store: str, told: str, tmp_path: Path) -> None:
+    """Within the guards that the workbench lays around an output, so no other memory is hit; and over an input."""
     bench = Workbench("combine", **SHAPE)
     folder = bench.edit(tmp_path / "sources")
-    old = "    if (token >= num_tokens) return;\n"
-    change(folder, "combine.cu", old, f"    if (token == 0 && first_column == 0) out[-1] = 0;\n{old}")
+    line = "    if (token >= num_tokens) return;\n"
+    plant(folder, [("combine.cu", line, f"    if (token == 0 && first_column == 0) {store};\n{line}")])
     verdict = bench.check()
-    assert not verdict and verdict.stray == ("out: wrote 2 bytes before its first element",)
-
-
-def test_what_is_written_over_an_input_is_told_and_mended(tmp_path: Path) -> None:
-    bench = Workbench("combine", **SHAPE)
-    folder = bench.edit(tmp_path / "sources")
-    text = (folder / "combine.cu").read_text()
-    old = "    if (token >= num_tokens) return;\n"
-    change(folder, "combine.cu", old, f"    if (token == 0 && first_column == 0) const_cast<bf16*>(y)[3] = 0;\n{old}")
-    verdict = bench.check()
-    assert not verdict and "y: wrote over this input" in verdict.stray
-    (folder / "combine.cu").write_text(text)
+    assert not verdict and told in verdict.stray
+    bench.edit(tmp_path / "again")
     assert bench.check()
 
 
@@ -190,7 +183,7 @@ def test_a_layer_trains_with_an_edited_kernel(tmp_path: Path) -> None:
     layer, x = layer_and_input()
     before, gradients = step(layer, x)
     bench = Workbench("down_forward", **SHAPE)
-    scaled(bench.edit(tmp_path / "sources"), 0.5)
+    plant(bench.edit(tmp_path / "sources"), [HALVED])
     with bench.use():
         halved, _ = step(layer, x)
         assert halved == pytest.approx(before / 4, rel=1e-2)
@@ -215,7 +208,7 @@ def test_backward_runs_the_edited_kernel_too(tmp_path: Path) -> None:
     bench = Workbench("up_backward_weight", **SHAPE)
     folder = bench.edit(tmp_path / "sources")
     old = "for (int i = 0; i < BN / 4; ++i) out[i] = pack_bf16(acc[2 * i], acc[2 * i + 1]);"
-    change(folder, "weight_epilogue.cuh", old, "for (int i = 0; i < BN / 4; ++i) out[i] = 0;")
+    plant(folder, [("weight_epilogue.cuh", old, "for (int i = 0; i < BN / 4; ++i) out[i] = 0;")])
     with bench.use():
         _, edited = step(layer, x)
     names = [name for name, p in layer.named_parameters() if p.grad is not None]
@@ -231,9 +224,9 @@ def test_two_workbenches_do_not_see_each_other(tmp_path: Path) -> None:
     before, _ = step(layer, x)
     wrong, right = Workbench("down_forward", **SHAPE), Workbench("down_forward", **SHAPE)
     other, unedited = Workbench("up_forward", **SHAPE), Workbench("up_forward", **SHAPE)
-    scaled(wrong.edit(tmp_path / "wrong"), 0.5)
+    plant(wrong.edit(tmp_path / "wrong"), [HALVED])
     right.edit(tmp_path / "right")
-    plant(other.edit(tmp_path / "other"), BUGS[5])
+    plant(other.edit(tmp_path / "other"), BUGS[5].edits)
     with wrong.use():
         assert right.check(4) and unedited.check(4) and not wrong.check(4)
         once, _ = step(layer, x)

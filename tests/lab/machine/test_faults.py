@@ -1,14 +1,180 @@
-"""Faults planted into copies of the CUDA sources: the machine finds each within ten seeds, and says where."""
+"""Faults planted into copies of the CUDA sources: a bench finds each within ten schedules, and says where."""
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
+
+from blazeproto.gemm import TileConfig
+from blazeproto.lab import Workbench
 from blazeproto.lab.target import Machine
-from tests.lab.machine.planted_faults import EVERY_FAULT, FAULTS, NARROW, RACE, SMALL, Fault, found_by, has_lines, run
+from blazeproto.lab.verdict import Verdict
+from tests.lab.planted_bugs import BUGS, SHAPE, Bug, plant
+
+SMALL = {"T": 80, "d": 192, "n": 64, "E": 2, "K": 1}  # three stages a tile, a strip and a part of one in an expert
+NARROW = TileConfig(tile_n=128, stages=2)
+RACE, DEADLOCK, ERROR, WRONG = "race", "deadlock", "error", "wrong result"
+
+
+class Fault(NamedTuple):
+    """An edit, as those of `planted_bugs.Bug`, and how it is found.
+
+    way: how.  lines: of a race, a text of either source line.  says: what the message of a deadlock or an error has.
+    shape, config: of the product.
+    """
+
+    name: str
+    product: str
+    edits: tuple[tuple[str, str, str], ...]
+    way: str
+    lines: tuple[str, str] = ("", "")
+    says: str = ""
+    shape: dict[str, int] = SMALL
+    config: TileConfig | None = NARROW
+
+
+WGMMA, COPY, TMA = "wgmma<MN_A, MN_B>(acc", "cp_async_16(", "tma_load_"
+FAULTS = (
+    Fault(
+        "a dropped full-wait",
+        "up_forward",
+        (("mainloop.cuh", "    ring.wait_until_full();\n    if (GATHER)", "    if (GATHER)"),),
+        RACE,
+        (COPY, WGMMA),
+    ),
+    Fault(
+        "a dropped empty-wait",
+        "up_forward",
+        (
+            (
+                "varlen_m.cuh",
+                "ring.wait_until_empty();\n                if (threadIdx.x == 0) {\n",
+                "if (threadIdx.x == 0) {\n",
+            ),
+        ),
+        RACE,
+        (COPY, WGMMA),
+    ),
+    Fault(
+        "a wrong phase",
+        "up_forward",
+        (("mainloop.cuh", "mbarrier_wait(full_barrier(), phase());", "mbarrier_wait(full_barrier(), phase() ^ 1);"),),
+        RACE,
+        (COPY, WGMMA),
+    ),
+    Fault(
+        "a wrong transaction count",
+        "up_forward",
+        (
+            (
+                "varlen_m.cuh",
+                "mbarrier_arrive_expect_tx(ring.full_barrier(), B_BYTES);",
+                "mbarrier_arrive_expect_tx(ring.full_barrier(), B_BYTES + 16);",
+            ),
+        ),
+        DEADLOCK,
+        says="16 bytes missing",
+    ),
+    Fault(
+        "a stage released one step early",
+        "up_forward",
+        (("mainloop.cuh", "wgmma_wait_group<1>();", "wgmma_wait_group<2>();"),),
+        RACE,
+        (COPY, WGMMA),
+    ),
+    Fault(
+        "a missing proxy fence before wgmma",
+        "up_forward",
+        (("mainloop.cuh", "    if (GATHER) fence_proxy_async();", ""),),
+        RACE,
+        (COPY, WGMMA),
+    ),
+    Fault(
+        "a missing wgmma wait before the accumulators are read",
+        "up_forward",
+        (("mainloop.cuh", "    wgmma_wait_group<0>();\n", ""),),
+        ERROR,
+        says="is under way",
+    ),
+    Fault(
+        "a slab overwritten before its TMA store has read it",
+        "up_forward",
+        (("up.cu", "    if (thread == 0) bulk_wait_group_read<0>();\n    if", "    if"),),
+        RACE,
+        ("tma_store_3d(", "stmatrix"),
+        shape=SMALL | {"T": 256, "n": 128, "d": 64},
+    ),
+    Fault(
+        "a missing named barrier",
+        "up_forward",
+        (
+            (
+                "varlen_m.cuh",
+                "                named_barrier_sync(PRODUCER_BARRIER, WARPGROUP);\n            }\n            if (TICKETS",
+                "            }\n            if (TICKETS",
+            ),
+        ),
+        RACE,
+        ("slots()[mine", "reinterpret_cast<const int4*>"),
+    ),
+    Fault(
+        "an early return before a named barrier",
+        "down_backward_weight",
+        (
+            (
+                "epilogue.cuh",
+                "    if (warpgroup_thread() == 0) bulk_wait_group_read<0>();\n    warpgroup_sync();",
+                "    if (warpgroup_thread() == 0) bulk_wait_group_read<0>();\n    if (warpgroup_thread() >= 96) return;\n"
+                "    warpgroup_sync();",
+            ),
+        ),
+        DEADLOCK,
+        says="96 of 128 threads",
+    ),
+    Fault(
+        "a tail row stored past the expert's end",
+        "up_forward",
+        (
+            (
+                "up.cu",
+                "row + first_row + pass * PASS_ROWS < tile.row_end;",
+                "row + first_row + pass * PASS_ROWS <= tile.row_end;",
+            ),
+        ),
+        RACE,
+        ("__stcs", "__stcs"),
+    ),
+    Fault(
+        "one ticket taken twice",
+        "up_forward",
+        (
+            (
+                "tiles.cuh",
+                "{ return atomicInc(p.tickets, tiles() - 1); }",
+                "{\n        const uint32_t ticket = *p.tickets;\n"
+                "        *p.tickets = ticket == uint32_t(tiles() - 1) ? 0 : ticket + 1;\n        return ticket;\n    }",
+            ),
+        ),
+        RACE,
+        ("*p.tickets", "*p.tickets"),
+        config=TileConfig(tile_n=128, stages=2, tickets=True),
+    ),
+)
+
+
+def of_bug(bug: Bug) -> Fault:
+    """A bug of the workbench's tests, which gives a wrong result; one of them is a race. Fewer rows and stages do."""
+    race = bug.name.endswith("a race")
+    shape = SHAPE | {"T": 500} | ({"d": 64} if bug.product in ("up_forward", "down_backward_act") else {})
+    lines = (COPY, WGMMA) if race else ("", "")
+    return Fault(bug.name, bug.product, bug.edits, RACE if race else WRONG, lines, shape=shape, config=None)
+
 
 SEEDS = 10
 QUICK = (
@@ -20,41 +186,46 @@ QUICK = (
 )
 
 
-def assert_found(fault: Fault, folder: Path) -> None:
-    """As the table says: by the race report with both lines, by what an error says, or by a wrong result."""
-    findings = []
-    for seed in range(SEEDS):
-        finding = found_by(fault, folder, seed)
-        named = any(has_lines(folder, race, fault.lines) for race in finding.races) if fault.way == RACE else True
-        if finding.way == fault.way and fault.says in finding.text and named:
-            return
-        findings.append(finding)
-    raise AssertionError(f"{fault.name}: not found as {fault.way}: {findings}")
+def is_found(fault: Fault, folder: Path, verdict: Verdict) -> bool:
+    """As the table says: by a race of these two lines of the sources, by what an error says, or by a wrong result."""
+    if fault.way == RACE:
+        places = [re.findall(r"^  (\S+?):(\d+)", race, re.MULTILINE) for race in verdict.races]
+        lines = [[(folder / file).read_text().splitlines()[int(line) - 1] for file, line in pair] for pair in places]
+        a, b = fault.lines
+        return any((a in one and b in other) or (b in one and a in other) for one, other in lines)
+    if fault.way == WRONG:
+        return bool(verdict.mismatches)
+    expected = (fault.says, "nobody can go on" if fault.way == DEADLOCK else "")
+    return any(all(words in error for words in expected) for error in verdict.errors)
 
 
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.name in QUICK], ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, id=fault.name, marks=() if fault.name in QUICK else pytest.mark.full)
+        for fault in (*FAULTS, *map(of_bug, BUGS))
+    ],
+)
 def test_a_planted_fault_is_found(fault: Fault, tmp_path: Path) -> None:
-    assert_found(fault, tmp_path / "sources")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("fault", EVERY_FAULT, ids=lambda fault: fault.name)
-def test_every_planted_fault_is_found(fault: Fault, tmp_path: Path) -> None:
-    assert_found(fault, tmp_path / "sources")
+    """With the first schedule, or with one of ten."""
+    folder = tmp_path / "sources"
+    bench = Workbench(fault.product, **fault.shape, config=fault.config, device="cpu")
+    plant(bench.edit(folder), fault.edits)
+    assert any(is_found(fault, folder, bench.check(runs)) for runs in (1, SEEDS)), f"{fault.name}: not by a {fault.way}"
 
 
 @pytest.mark.parametrize("product", ["up_forward", "up_backward_weight"])
 def test_nothing_is_reported_of_the_true_sources(product: str) -> None:
-    machine = Machine(2, seed=0)
-    assert run(product, machine, SMALL, NARROW)
-    assert machine.reports and not any(report.races for report in machine.reports)
+    assert Workbench(product, **SMALL, config=NARROW, device="cpu").check()
 
 
 @pytest.mark.full
 def test_watching_races_takes_about_as_long_again() -> None:
+    bench = Workbench("up_forward", **SMALL, config=NARROW, device="cpu")
+
     def seconds(races: bool) -> float:
         begin = time.process_time()
-        assert run("up_forward", Machine(2, seed=0, races=races), SMALL, NARROW)
+        bench._run(bench._build(), Machine(2, seed=0, races=races))
         return time.process_time() - begin
 
     seconds(True)  # what is read and compiled once

@@ -151,13 +151,14 @@ def make_logits(num_tokens: int, num_experts: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("score", "num_tokens", "num_experts", "top_k", "half", "renormalize"),
+    ("score", "num_tokens", "num_experts", "top_k", "half", "renormalize", "groups"),
     [
-        ("softmax_topk", 37, 40, 3, False, False),
-        full("topk_softmax", 37, 37, 3, True, None),
-        full("sigmoid", 37, 40, 3, False, True),
+        ("softmax_topk", 37, 40, 3, False, False, None),
+        ("sigmoid", 37, 40, 3, False, None, (5, 2)),
+        full("topk_softmax", 37, 37, 3, True, None, None),
+        full("sigmoid", 37, 40, 3, False, True, None),
         *(
-            full(score, *case, renormalize)
+            full(score, *case, renormalize, None)
             for score in SCORE_NAMES
             for renormalize in (False, True)
             for case in [
@@ -169,10 +170,46 @@ def make_logits(num_tokens: int, num_experts: int, seed: int = 0) -> np.ndarray:
                 (33, 70, 16, False),
             ]
         ),
+        full("sigmoid", 19, 256, 8, False, None, (8, 4)),  # DeepSeek-V3
+        full("sigmoid", 19, 256, 8, True, None, (8, 4)),
+        full("sigmoid", 37, 160, 6, False, None, (8, 3)),
+        full("topk_softmax", 37, 36, 5, False, None, (12, 5)),
+        full("topk_softmax", 19, 40, 3, True, None, (20, 2)),
+        full("topk_softmax", 33, 7, 3, False, None, (7, 4)),
+        full("softmax_topk", 37, 512, 16, False, None, (32, 4)),
     ],
 )
-def test_top_k(score: Any, num_tokens: int, num_experts: int, top_k: int, half: bool, renormalize: bool | None) -> None:
-    check_top_k(score, num_tokens, num_experts, top_k, half, renormalize, {})
+def test_top_k(
+    score: Any,
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    half: bool,
+    renormalize: bool | None,
+    groups: tuple[int, int] | None,
+) -> None:
+    """groups: how many, and of how many experts are chosen."""
+    options: dict[str, Any] = {"score": score, "renormalize": renormalize, "scale": 1.5}
+    choice = dict(zip(("num_groups", "top_groups"), groups, strict=True)) if groups else {}
+    for seed in range(1 if num_tokens == 37 else 3):
+        rng, logits = np.random.default_rng(seed), make_logits(num_tokens, num_experts, seed)
+        given = (logits.view(np.uint32) >> 16).astype(np.uint16) if half else logits
+        logits = from_bfloat16_bits(given) if half else logits
+        choice["bias"] = rng.standard_normal(num_experts).astype(np.float32) if SCORES[score].elementwise else None
+        scores, experts = fallback.topk_route(logits, top_k, **choice, **options)
+        anyhow = rng.permuted(np.tile(np.arange(num_experts, dtype=np.int32), (num_tokens, 1)), axis=1)[:, :top_k]
+        d_scores = rng.standard_normal(scores.shape).astype(np.float32)
+        with on_machine(seed if num_tokens else -1):
+            made = topk_route(given, top_k, **choice, **options)
+            slopes = [
+                topk_route_backward(given, np.ascontiguousarray(chosen), d_scores, **options)
+                for chosen in (experts, anyhow)
+            ]
+        np.testing.assert_array_equal(made[1], experts)
+        close(made[0], scores)
+        for chosen, slope in zip((experts, anyhow), slopes, strict=True):
+            right = fallback.topk_route_backward(logits, chosen, d_scores, **options)
+            close(from_bfloat16_bits(slope) if half else slope, right, *((2**-8, 1e-6) if half else (1e-4, 1e-6)))
 
 
 @pytest.mark.full
@@ -207,57 +244,6 @@ def test_a_choice_that_is_clear_is_not_made_again() -> None:
             topk_route(logits, 4)
         steps.append(machine.reports[-1].steps)
     assert steps[0] < 0.75 * steps[1]
-
-
-@pytest.mark.parametrize(
-    ("score", "num_tokens", "num_experts", "top_k", "half", "num_groups", "top_groups"),
-    [
-        ("sigmoid", 37, 40, 3, False, 5, 2),
-        full("sigmoid", 19, 256, 8, False, 8, 4),  # DeepSeek-V3
-        full("sigmoid", 19, 256, 8, True, 8, 4),
-        full("sigmoid", 37, 160, 6, False, 8, 3),
-        full("topk_softmax", 37, 36, 5, False, 12, 5),
-        full("topk_softmax", 19, 40, 3, True, 20, 2),
-        full("topk_softmax", 33, 7, 3, False, 7, 4),
-        full("softmax_topk", 37, 512, 16, False, 32, 4),
-    ],
-)
-def test_top_k_of_groups(
-    score: Any, num_tokens: int, num_experts: int, top_k: int, half: bool, num_groups: int, top_groups: int
-) -> None:
-    groups = {"num_groups": num_groups, "top_groups": top_groups}
-    check_top_k(score, num_tokens, num_experts, top_k, half, None, groups)
-
-
-def check_top_k(
-    score: Any,
-    num_tokens: int,
-    num_experts: int,
-    top_k: int,
-    half: bool,
-    renormalize: bool | None,
-    groups: dict[str, int],
-) -> None:
-    options: dict[str, Any] = {"score": score, "renormalize": renormalize, "scale": 1.5}
-    for seed in range(1 if num_tokens == 37 else 3):
-        rng, logits = np.random.default_rng(seed), make_logits(num_tokens, num_experts, seed)
-        given = (logits.view(np.uint32) >> 16).astype(np.uint16) if half else logits
-        logits = from_bfloat16_bits(given) if half else logits
-        bias = rng.standard_normal(num_experts).astype(np.float32) if SCORES[score].elementwise else None
-        scores, experts = fallback.topk_route(logits, top_k, bias=bias, **groups, **options)
-        anyhow = rng.permuted(np.tile(np.arange(num_experts, dtype=np.int32), (num_tokens, 1)), axis=1)[:, :top_k]
-        d_scores = rng.standard_normal(scores.shape).astype(np.float32)
-        with on_machine(seed if num_tokens else -1):
-            made = topk_route(given, top_k, bias=bias, **groups, **options)
-            slopes = [
-                topk_route_backward(given, np.ascontiguousarray(chosen), d_scores, **options)
-                for chosen in (experts, anyhow)
-            ]
-        np.testing.assert_array_equal(made[1], experts)
-        close(made[0], scores)
-        for chosen, slope in zip((experts, anyhow), slopes, strict=True):
-            right = fallback.topk_route_backward(logits, chosen, d_scores, **options)
-            close(from_bfloat16_bits(slope) if half else slope, right, *((2**-8, 1e-6) if half else (1e-4, 1e-6)))
 
 
 @pytest.mark.parametrize(

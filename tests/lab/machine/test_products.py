@@ -7,9 +7,8 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import replace
-from functools import cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -30,12 +29,10 @@ from blazeproto.gemm import (
 from blazeproto.gemm.registry import quantized_kernels
 from blazeproto.gemm.tiles import CHOSEN
 from blazeproto.lab import oracle, target
-from blazeproto.lab.accuracy import Pool, Reference, reference
-from blazeproto.lab.calls import CALLS, Case, Poisoned
-from blazeproto.lab.oracle import EXACT, YARDSTICK, evaluate, make_case, pad_rows
+from blazeproto.lab.calls import CALLS
+from blazeproto.lab.oracle import make_case
 from blazeproto.lab.target import Machine
-from blazeproto.lab.verdict import Comparison, places_of
-from tests.lab.machine.trials import Logits, Trial, failures, of_reports, stream_k, trial_of, with_tiles
+from tests.lab.machine.trials import Logits, Trial, stream_k, trial_of, with_tiles
 
 # Three experts have rows, the last one has none. Reductions of TINY are mostly of one stage; those of DEEPER are of a stage and
 # a part of one, so that all tiles together have more stages than the ring.
@@ -52,54 +49,13 @@ def few_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oracle, "BY_ROW_BYTES", 0)
 
 
-class Made(NamedTuple):
-    """What calls of a product read, and are compared with."""
-
-    case: Case
-    given: dict[str, torch.Tensor]
-    references: dict[str, Reference]
-    exact: dict[str, torch.Tensor]
-    yardstick: dict[str, torch.Tensor]
-
-
-@cache
-def made(name: str, sizes: Sizes) -> Made:
-    call = CALLS[name]
-    case = make_case(sizes, "half_empty", biases=bool(call.needs), sentinels=0.2, device="cpu")
-    yardstick = evaluate(YARDSTICK, case)
-    given = {key: pad_rows(yardstick[key], case.dispatch.num_rows) for key in call.given}
-    exact = evaluate(EXACT, case, yardstick)
-    return Made(case, given, reference(name, case, yardstick), exact, yardstick)
-
-
-def check(name: str, sizes: Sizes, seeds: range, config: TileConfig | None = None, multiprocessors: int = 2) -> None:
-    """One run a seed, into poisoned memory."""
-    call, (case, given, references, exact, yardstick) = CALLS[name], made(name, sizes)
-    outputs = call.outputs(case, given, config)
-    memory = {key: Poisoned(output, "cpu") for key, output in outputs.items()}
-    places = {key: places_of(outputs[key], case) for key in references}
-    comparison = Comparison(references, places, fixed_order=call.entry.fixed_order)
-    pool, wrong, machine = Pool(), list[str](), Machine(multiprocessors)
-    for machine.seed in seeds:
-        for one in memory.values():
-            one.poison()
-        arguments = call.arguments(case, given, {key: one.values for key, one in memory.items()}, config)
-        target.launch(machine, call.entry.run, **arguments)
-        got = {key: case.in_use(key, memory[key].values) for key in references}
-        comparison.add(got)
-        if name != "bias_score_grad":  # which adds to what another product makes
-            pool.add_all(got, yardstick, {key: exact[key] for key in references})
-        for key, one in memory.items():
-            used = len(case.row_pair) if outputs[key].index == "row" else None
-            wrong += [f"seed {machine.seed}: wrote beside {key}"] if one.touched(used).any() else []
-    wrong += of_reports(machine.reports)
-    assert not wrong, "\n".join(wrong)
-    verdict = comparison.verdict(name)
-    assert verdict, str(verdict)
-    assert not failures(pool)
-
-
 SHARED = {"one row block": Sizes(96, 72, 136, 2, 2), "several": Sizes(400, 72, 264, 2, 1)}
+
+
+def trial_at(name: str, sizes: Sizes, config: TileConfig | None) -> Trial:
+    """Of experts of which half have no rows, and pairs of which some are elsewhere."""
+    case = make_case(sizes, "half_empty", sentinels=0.2, device="cpu")
+    return Trial(PRODUCTS[name].run, PRODUCTS[name].spec, case, {"activation": case.activation}, config=config)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +72,7 @@ SHARED = {"one row block": Sizes(96, 72, 136, 2, 2), "several": Sizes(400, 72, 2
 )
 def test_clusters_share_weights(name: str, which: str) -> None:
     """One row block of an expert; then two of one and several of the other, with an odd number of columns' blocks for most."""
-    check(name, SHARED[which], range(2), replace(TILES[name], cluster=2), multiprocessors=4)
+    assert not trial_at(name, SHARED[which], replace(TILES[name], cluster=2)).run(Machine(4))
 
 
 class HostileRows(Trial):
@@ -242,7 +198,12 @@ def test_every_schedule_gives_the_same(name: str, config: TileConfig | None, fir
     again, and a tile's epilogue runs beside the next one's mainloop."""
     cluster = (config or TILES.get(name, TileConfig())).cluster
     sizes, multiprocessors = (DEEPER, cluster) if first else (TINY, 2 * cluster)
-    check(name, sizes, range(first, first + 20), config, multiprocessors)
+    trial, made = trial_at(name, sizes, config), list[dict[str, torch.Tensor]]()
+    for seed in range(first, first + 20):
+        assert not trial.run(Machine(multiprocessors, seed))
+        made.append(trial.made)
+    for other in made[1:] if PRODUCTS[name].fixed_order else ():
+        assert all(torch.equal(other[output], value) for output, value in made[0].items())
 
 
 @pytest.mark.full

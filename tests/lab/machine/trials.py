@@ -48,7 +48,7 @@ class Trial:
     """A public function's call.
 
     options: of the call.  rank: of its low-rank term.  given: optional inputs that it is given.  f32: whether outputs that may
-    be fp32 are.  widths: what letters of shapes are beside the case's.
+    be fp32 are.  widths: what letters of shapes are beside the case's.  made: the outputs of the last run, by name.
     """
 
     function: Callable[..., Any]
@@ -60,6 +60,7 @@ class Trial:
     f32: bool = False
     widths: Mapping[str, int] = field(default_factory=dict)
     config: TileConfig | None = None
+    made: dict[str, Tensor] = field(default_factory=dict)
 
     def letters(self) -> dict[str, int]:
         return {**self.case.letters, **self.widths, "r": self.rank}
@@ -101,6 +102,7 @@ class Trial:
     def run(self, machine: Machine) -> list[str]:
         """What is wrong with it."""
         inputs, outputs, used = self.inputs(), self.outputs(), len(self.case.row_pair)
+        self.made = {}
         for memory in outputs.values():
             memory.poison()
         values = {name: memory.values for name, memory in outputs.items()}
@@ -113,7 +115,7 @@ class Trial:
             memory, rounded = outputs[array.name], outputs[array.name].values.dtype == torch.bfloat16
             if any(counts := memory.touched(used if array.index == "row" else None).tolist()):
                 wrong.append(f"{array.name}: wrote beside it, {counts}")
-            got = memory.values[: used if array.index == "row" else None]
+            got = self.made[array.name] = memory.values[: used if array.index == "row" else None]
             wrong += _beyond(array, got, bounds[index], rounded, Bounds(self.case))
             fair = yardstick[index].bfloat16() if rounded else yardstick[index]
             pool.add(array.name, got, fair.float(), exact[index].double())
