@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from blazeproto import MoE, moe_mlp
-from scripts.bench.common import of_kernels, read_json, write_json
+from scripts.bench.common import of_kernels, write_json
 from scripts.bench.identity import launched
 from scripts.command import argument_parser, need_hopper, positive
 
@@ -211,41 +211,20 @@ def run_case(case: Case, chosen: list[str], ways: Counter[str]) -> list[str]:
     return lines
 
 
-def merged(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """The record of several processes, each with seeds of its own. ValueError where seeds are missing between theirs."""
-    records = sorted(records, key=lambda record: int(record["seeds"][0]))
-    for before, after in pairwise(records):
-        if after["seeds"][0] != before["seeds"][1] + 1:
-            raise ValueError(f"--merge: expected seeds from {before['seeds'][1] + 1} on, got {after['seeds'][0]}")
-    made = {"seeds": [records[0]["seeds"][0], records[-1]["seeds"][1]], "cases": sum(each["cases"] for each in records)}
-    made["batches"] = dict(sum((Counter(each["batches"]) for each in records), Counter[str]()))
-    kernels = sorted({name for each in records for name in each["of"]["kernels"]})
-    differing = [line for each in records for line in each["differing"]]
-    return made | {"of": records[-1]["of"] | {"kernels": kernels}, "differing": differing}
-
-
 def main() -> int:
     parser = argument_parser("scripts.checks.batch_invariance", __doc__)
     parser.add_argument("--cases", type=positive, default=500)
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
-    parser.add_argument("--ways", default=",".join(WAYS), help="how batches may run, some of " + ", ".join(WAYS))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after this time")
     parser.add_argument("--out", type=Path, help="file of results to write")
-    parser.add_argument("--merge", type=Path, nargs="+", help="only merge such files, into --out")
     options = parser.parse_args()
-    chosen = options.ways.split(",")
-    if unknown := set(chosen) - {*WAYS}:
-        parser.error(f"--ways: expected some of {', '.join(WAYS)}, got {', '.join(sorted(unknown))}")
-    if options.merge:
-        write_json(options.out, merged([read_json(path) for path in options.merge]))
-        return 0
     need_hopper()
     begin, ways, lines, done = time.monotonic(), Counter[str](), list[str](), 0
     with launched() as kernels:
         for seed in range(options.seed, options.seed + options.cases):
             if time.monotonic() - begin > options.seconds:
                 break
-            found = run_case(Case.drawn(seed), chosen, ways)
+            found = run_case(Case.drawn(seed), [*WAYS], ways)
             lines += found
             done += 1
             for line in found:

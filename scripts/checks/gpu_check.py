@@ -226,7 +226,6 @@ def main() -> None:
     parser = argument_parser("scripts.checks.gpu_check", __doc__)
     parser.add_argument("--steps", default=DEFAULT_STEPS, help=f"of {', '.join([*STEPS, *GROUPS])}")
     parser.add_argument("--full", action="store_true", help="long forms, which write the results that are committed")
-    parser.add_argument("--fail-fast", action="store_true", help="stop after the first step that fails")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="for all steps together")
     parser.add_argument("--out", type=Path, default=None, help="copy the results and the log here")
     options = parser.parse_args()
@@ -258,8 +257,6 @@ def main() -> None:
         write_json(kept, {"steps": steps})
         if options.out:  # after every step: the machine may go at any time
             shutil.make_archive(str(options.out / "results"), "gztar", RESULTS.parent)
-        if options.fail_fast and made[name]["outcome"] != "ok":
-            break
     for name, step in made.items():
         notes = [str(step[key]) for key in ("tests", "findings") if key in step]
         print(f"{name:10s} {step['outcome']:24s} {step.get('seconds', 0):7.1f} s  {' '.join(notes)}")

@@ -1,28 +1,24 @@
 """Faults put into the sources one at a time: which of them do the tests notice?
 
-    python -m scripts.checks.mutants --draw --seed 55     # -> tests/mutants.json: 40 faults, drawn at random
-    python -m scripts.checks.mutants                      # the tests near each one -> results/cpu/mutants.json
+    python -m scripts.checks.mutants                      # the faults of tests/mutants.json -> results/cpu/mutants.json
     python -m scripts.checks.mutants --only cuda,named --jobs 2
     python -m scripts.checks.mutants --alive              # once more, those that no test noticed
     python -m scripts.checks.mutants --at blazeproto/gemm/cuda/linear.cu:84      # once more, one of them
 
 A fault changes one line: another comparison, sum, constant or condition. It goes into a copy of the files, where the tests
 run that import its file or room, and end at the first that fails. Tests that compare identities of sources are left out but for
-tables: they fail for every change of a kernel, a right one too. ``named`` are faults written by hand, that some version of the
-tests did not notice.
+tables: they fail for every change of a kernel, a right one too. 40 faults were drawn at random from all lines. Faults of the kind
+``named`` are written by hand: some version of the tests did not notice them.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import os
-import random
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -36,58 +32,21 @@ SECONDS = 900  # that the tests of one fault may take
 NOT_IDENTITIES = "not up_to_date and not identit"  # of tests' names
 
 
-class Kind(NamedTuple):
-    """Faults of one part of the project. draws: how many.  files: where.  tests: what imports them, quickest first."""
-
-    draws: int
-    files: tuple[str, ...]
-    tests: tuple[str, ...]
-
-
 MACHINE = "tests/lab/machine"
-KINDS = {
-    "cuda": Kind(
-        10,
-        ("blazeproto/gemm/cuda/*.cu*",),
-        (
-            *(f"{MACHINE}/test_{name}.py" for name in ("variants", "products", "fp8")),
-            "tests/gemm",
-            "tests/lab",
-            "tests/autograd",
-        ),
+TESTS = {
+    "cuda": (
+        *(f"{MACHINE}/test_{name}.py" for name in ("variants", "products", "fp8")),
+        "tests/gemm",
+        "tests/lab",
+        "tests/autograd",
     ),
-    "router": Kind(
-        10,
-        ("blazeproto/router/*.py",),
-        ("tests/router", f"{MACHINE}/test_numba_kernels.py", "tests/layer", "tests/properties"),
-    ),
-    "dispatch": Kind(
-        5, ("blazeproto/dispatch/*.py",), ("tests/dispatch", f"{MACHINE}/test_numba_kernels.py", "tests/layer")
-    ),
-    "distributed": Kind(
-        5,
-        ("blazeproto/distributed/*.py", "blazeproto/distributed/cuda/*.cu", "blazeproto/autograd/ranks.py"),
-        ("tests/distributed", "tests/same_bits", "tests/lm/test_ranks.py"),
-    ),
-    "bench": Kind(
-        10,
-        (
-            "scripts/bench/*_tables.py",
-            "scripts/bench/timing.py",
-            "scripts/bench/markdown.py",
-            "scripts/bench/common.py",
-        ),
-        ("tests/scripts", "tests/test_cost.py"),
-    ),
-    "named": Kind(0, (), ()),
+    "router": ("tests/router", f"{MACHINE}/test_numba_kernels.py", "tests/layer", "tests/properties"),
+    "dispatch": ("tests/dispatch", f"{MACHINE}/test_numba_kernels.py", "tests/layer"),
+    "distributed": ("tests/distributed", "tests/same_bits", "tests/lm/test_ranks.py"),
+    "bench": ("tests/scripts", "tests/test_cost.py"),
+    "named": (),
 }
-SWAPS = {
-    "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "+": "-", "-": "+", "*": "+", "&&": "||", "||": "&&",
-    "and": "or", "or": "and", "//": "*", "/": "*", "min": "max", "max": "min", "True": "False", "False": "True", "0": "1",
-    "not ": "",
-}  # fmt: skip
-CUDA_WORD = re.compile(r"(?<= )(<=|>=|==|!=|&&|\|\||[<>+*-])(?= )|\b(min|max)(?=\()|(?<![\w.])0(?![\w.])")
-CUDA_LEFT_OUT = re.compile(r'^\s*(//|#|asm|static_assert|template|")|"')
+"""By a fault's kind: the tests that import its file, quickest first."""
 
 
 class Mutant(NamedTuple):
@@ -117,67 +76,6 @@ class Mutant(NamedTuple):
         return "\n".join(lines)
 
 
-def swapped(line: str, begin: int, end: int) -> str:
-    return line[:begin] + SWAPS[line[begin:end]] + line[end:]
-
-
-def cuda_faults(text: str) -> Iterator[tuple[int, str, str]]:
-    """(line, old, new) of code; comments, assembly, templates' heads and preprocessor lines are left out."""
-    for number, line in enumerate(text.split("\n"), 1):
-        if not CUDA_LEFT_OUT.search(line):
-            for found in CUDA_WORD.finditer(line.split("//")[0]):
-                yield number, line, swapped(line, *found.span())
-
-
-def python_faults(text: str) -> Iterator[tuple[int, str, str]]:
-    """(line, old, new) of expressions in functions; messages of errors and annotations are left out."""
-    lines, tree = text.split("\n"), ast.parse(text)
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and "repr" not in node.name]
-    for node in {each: None for function in functions for statement in function.body for each in evaluated(statement)}:
-        operator: tuple[ast.AST, ast.AST] | None = None
-        if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            operator = (node.left, node.comparators[0])
-        elif isinstance(node, ast.BinOp):
-            operator = (node.left, node.right)
-        elif isinstance(node, ast.BoolOp):
-            operator = (node.values[0], node.values[1])
-        number = getattr(node, "lineno", 1)
-        line = lines[number - 1]
-        if operator and operator[0].end_lineno == operator[1].lineno == number:  # type: ignore[attr-defined]
-            between = slice(operator[0].end_col_offset, operator[1].col_offset)  # type: ignore[attr-defined]
-            if (found := re.fullmatch(r"[\s()]*?(\S+)[\s()]*", line[between])) and found[1] in SWAPS:
-                yield number, line, swapped(line, between.start + found.start(1), between.start + found.end(1))
-        elif (isinstance(node, ast.Name | ast.Constant) and ast.unparse(node) in SWAPS) and node.end_lineno == number:
-            yield number, line, swapped(line, node.col_offset, node.end_col_offset or 0)
-
-
-def evaluated(node: ast.AST) -> Iterator[ast.AST]:
-    if isinstance(node, ast.Raise | ast.JoinedStr | ast.Assert | ast.arguments):
-        return
-    yield node
-    if isinstance(
-        node, ast.keyword | ast.Tuple | ast.List
-    ):  # options and columns: how something looks, more often than not
-        return
-    for name, value in ast.iter_fields(node):
-        for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, ast.AST) and name not in ("annotation", "returns", "decorator_list"):
-                yield from evaluated(each)
-
-
-def drawn(seed: int) -> list[Mutant]:
-    """The faults of a seed: each in a line of its own, all files of a kind alike."""
-    source, made = random.Random(seed), list[Mutant]()
-    for kind, (draws, patterns, _) in KINDS.items():
-        files = sorted({path for pattern in patterns for path in REPOSITORY.glob(pattern)})
-        faults = []
-        for path in files:
-            of_file = (python_faults if path.suffix == ".py" else cuda_faults)(path.read_text())
-            faults += [Mutant(kind, path.relative_to(REPOSITORY).as_posix(), *each) for each in of_file]
-        made += source.sample(faults, draws)
-    return made
-
-
 def read(path: Path = LIST) -> list[Mutant]:
     return [
         Mutant(**each | {"tests": tuple(each.get("tests", ()))}) for each in json.loads(path.read_text())["mutants"]
@@ -188,7 +86,7 @@ def noticed(mutant: Mutant, folder: Path, jobs: int) -> str:
     """The first test that fails with the fault in the checkout there, else how the run ended; "" where all pass.
 
     RuntimeError where that test fails without the fault too."""
-    tests = [each for each in mutant.tests or KINDS[mutant.kind].tests if (folder / each.split("::")[0]).exists()]
+    tests = [each for each in mutant.tests or TESTS[mutant.kind] if (folder / each.split("::")[0]).exists()]
     command = [
         sys.executable,
         "-m",
@@ -257,21 +155,12 @@ def row_of(mutant: Mutant, folder: Path, jobs: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argument_parser("scripts.checks.mutants", __doc__)
-    parser.add_argument("--draw", action="store_true", help="write the list, and run nothing")
-    parser.add_argument("--seed", type=positive, help="of --draw")
-    parser.add_argument("--only", type=some_of(KINDS), default=[*KINDS], help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--only", type=some_of(TESTS), default=[*TESTS], help=f"of {', '.join(TESTS)}")
     parser.add_argument("--alive", action="store_true", help="those alone that the last run did not notice")
     parser.add_argument("--at", metavar="FILE:LINE", help="one fault alone, by its place in the list")
     parser.add_argument("--jobs", type=positive, default=2, help="test processes")
     parser.add_argument("--out", type=Path, default=OUT, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.draw:
-        if options.seed is None:
-            refuse("--draw: expected --seed too")
-        named = [each for each in read() if each.kind == "named"] if LIST.exists() else []
-        made = {"seed": options.seed, "mutants": [each._asdict() for each in [*drawn(options.seed), *named]]}
-        LIST.write_text(json.dumps(made, indent=1) + "\n")
-        return
     mutants = [each for each in read() if each.kind in options.only and options.at in (None, each.at)]
     if not mutants:
         refuse(f"--at: expected FILE:LINE of a fault of {LIST.name}, got {options.at}")
