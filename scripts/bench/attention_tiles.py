@@ -24,8 +24,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from blazeproto.lab.times import interleaved_ms
 from scripts.bench import cpu
-from scripts.bench.attention_tables import attention_tiles_table
 from scripts.bench.common import MIB, RESULTS, begun, bench_parser, folder_of, gpu_name, settled, stamped, write_json
+from scripts.bench.tables import TABLES
 from scripts.bench.timing import peak_bytes, saved_bytes
 from scripts.command import need_hopper
 from scripts.lm.model import GPT, VOCABULARY, Output
@@ -126,7 +126,7 @@ def main() -> None:
     record = begun("attention_tiles", __doc__)
     record["rows"] = stamped(measure, config, tiles, options.rounds, "cpu" if options.cpu else "cuda")
     write_json(out, record)
-    print(attention_tiles_table(record))
+    print(TABLES["attention_tiles"](record))
     print("wrote", out)
 
 

@@ -28,7 +28,7 @@ from blazeproto.gemm import Sizes
 from blazeproto.router import topk_route, topk_route_backward
 from scripts.bench import timing
 from scripts.bench.common import RESULTS, begun, route, stamped, write_json
-from scripts.bench.routing_tables import dispatch_table, experts_growth, small_dispatch_table, topk_table
+from scripts.bench.tables import TABLES
 from scripts.bench.timing import host_ms
 from scripts.command import argument_parser, need_hopper
 
@@ -228,12 +228,12 @@ def main() -> None:
             "E": [stamped(dispatch_row, T, experts, 8, methods, 7) for experts in (8, 16, 32, 64, 128, 256, 512)],
         }
     write_json(dispatch_file, record)
-    print(f"{dispatch_table(record)}\n\n{small_dispatch_table(record)}\n\n{experts_growth(record)}\n", flush=True)
+    print(f"{TABLES['dispatch'](record)}\n\n{TABLES['small_dispatch'](record)}\n", flush=True)
     rows = [stamped(topk_row, *row) for row in (TOPK[:2] if options.quick else TOPK)]
     record = {key: value for key, value in record.items() if key not in ("small", "series")}
     record |= {"benchmark": "topk", "rows": rows}
     write_json(topk_file, record)
-    print(f"{topk_table(record)}\n\nwrote {dispatch_file} and {topk_file.name}")
+    print(f"{TABLES['topk'](record)}\n\nwrote {dispatch_file} and {topk_file.name}")
 
 
 if __name__ == "__main__":

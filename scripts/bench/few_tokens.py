@@ -26,7 +26,7 @@ from scripts.bench.common import (
     stamped,
     write_json,
 )
-from scripts.bench.result_tables import few_tokens_table
+from scripts.bench.tables import TABLES
 from scripts.bench.timing import gpu_ms
 from scripts.command import need_hopper
 
@@ -76,7 +76,7 @@ def main() -> None:
     for tokens in in_turn(QUICK_TOKENS if options.quick else TOKENS):
         record["rows"].append(stamped(measure, LAYER._replace(T=tokens), made, options.rounds))
         write_json(options.out or part_file("few_tokens"), record)
-    print(few_tokens_table(record))
+    print(TABLES["few_tokens"](record))
     print("wrote", options.out or finished("few_tokens", whole=not options.quick))
 
 

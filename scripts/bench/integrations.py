@@ -30,7 +30,7 @@ from torch import Tensor
 from blazeproto.lab.times import elapsed_ms
 from scripts.bench.common import MIB, RESULTS, begun, bench_parser, in_turn, read_json, stamped, write_json
 from scripts.bench.module import times_of, verdict
-from scripts.bench.result_tables import integrations_table
+from scripts.bench.tables import TABLES
 from scripts.bench.timing import Rotation, peak_bytes, relative_difference
 from scripts.command import need_hopper, refuse, some_of
 
@@ -276,7 +276,7 @@ def main() -> None:
         record["parts"][part] = stamped(PARTS[part].measure, options.rounds)
         write_json(options.out, record)
     rows = {part: record["parts"][part] for part in options.parts}
-    print(integrations_table(record | {"parts": rows}))
+    print(TABLES["integrations"](record | {"parts": rows}))
     for part, row in rows.items():
         for what, holds in PARTS[part].claims(row).items():
             print(verdict(what, holds))

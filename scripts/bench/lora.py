@@ -24,7 +24,7 @@ from blazeproto.gemm import Sizes
 from scripts.bench import peers
 from scripts.bench.common import MIB, RESULTS, begun, bench_parser, cfg_of, in_turn, settled, stamped, write_json
 from scripts.bench.module import ROUNDS, agreement, part_times, verdict
-from scripts.bench.result_tables import lora_table
+from scripts.bench.tables import TABLES
 from scripts.bench.timing import peak_bytes
 from scripts.command import need_hopper, positive
 
@@ -154,7 +154,7 @@ def measure(shape: Sizes, rank: int, rounds: int) -> Row:
 
 def print_table(record: Row) -> None:
     """That of the documentation, and what holds of the bounds."""
-    print(lora_table(record))
+    print(TABLES["lora"](record))
     (row,) = record["rows"]
     ours, theirs = row["lora_fwdbwd_ms"], row.get("peft_fwdbwd_ms")
     of_full = ours / row["full_fwdbwd_ms"]

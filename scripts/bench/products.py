@@ -37,7 +37,7 @@ from scripts.bench.common import (
     stamped,
     write_json,
 )  # fmt: skip
-from scripts.bench.result_tables import products_table
+from scripts.bench.tables import TABLES
 from scripts.bench.timing import gpu_ms
 from scripts.bench.tuning import describe
 from scripts.command import need_hopper, some_of
@@ -196,7 +196,7 @@ def tune(name: str, arrays: Arrays, rounds: int) -> dict[str, Any]:
 
 
 def print_products(record: dict[str, Any]) -> None:
-    print(products_table(record))
+    print(TABLES["products"](record))
     for field in ("plain_to_torch_speed", "gathered_to_plain_speed", "layer_to_floor"):
         if values := [row[field] for row in record["rows"] if field in row]:
             mean, least, most = geometric_mean(values), min(values), max(values)

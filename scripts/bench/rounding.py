@@ -49,7 +49,7 @@ from scripts.bench.common import (
     write_json,
 )
 from scripts.bench.peers.modules import AUX_LOSS, router_weight
-from scripts.bench.routing_tables import rounding_layers_table, rounding_table
+from scripts.bench.tables import TABLES
 from scripts.bench.timing import gpu_ms
 from scripts.command import need_hopper, some_of
 
@@ -189,7 +189,7 @@ def measure(subfigure: str, shape: Sizes, rounds: int) -> dict[str, Any]:
 
 def print_tables(record: dict[str, Any]) -> None:
     """Those of the documentation, and the gains' geometric means."""
-    print(f"{rounding_table(record)}\n\n{rounding_layers_table(record)}\n")
+    print(f"{TABLES['rounding'](record)}\n\n{TABLES['rounding_layers'](record)}\n")
     for what, rows in (("experts alone", record["rows"]), ("whole layers", [row["layers"] for row in record["rows"]])):
         means = [geometric_mean([row[f"{part}_gain"] for row in rows]) for part in ("fwd", "bwd", "fwdbwd")]
         print(

@@ -35,7 +35,7 @@ from scripts.bench.common import (
     stamped,
     write_json,
 )  # fmt: skip
-from scripts.bench.module_tables import router_table
+from scripts.bench.tables import TABLES
 from scripts.bench.timing import gpu_ms, relative_difference
 from scripts.command import need_hopper
 
@@ -226,7 +226,7 @@ def failures(row: dict[str, Any]) -> list[str]:
 
 def print_verdicts(record: dict[str, Any]) -> None:
     """The table of the documentation, and of each row what does not hold."""
-    print(router_table(record))
+    print(TABLES["router"](record))
     for row in record["rows"]:
         failed = failures(row)
         print(f"{'FAILS' if failed else 'holds'}  {row['cfg']} {row['weight']}: {'; '.join(failed) or 'all bounds'}")

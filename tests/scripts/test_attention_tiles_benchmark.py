@@ -40,7 +40,7 @@ def test_the_short_form_runs_on_a_cpu(
     marked = "<!-- results:attention_tiles -->\n\nNot measured.\n\n<!-- /results:attention_tiles -->"
     filled = fill(marked, tmp_path)
     assert "| 2 |" in filled and "8 sequences of 32 bytes; layers, d, n, E, K = 2, 16, 8, 4, 2." in filled
-    assert attention_tiles.attention_tiles_table(record) in capsys.readouterr().out
+    assert attention_tiles.TABLES["attention_tiles"](record) in capsys.readouterr().out
     assert fill(filled, tmp_path) == filled
     assert fill(marked, tmp_path / "none") == marked, "without results the text stays"
 

@@ -10,7 +10,7 @@ import torch
 from blazeproto import cost
 from blazeproto.gemm import Sizes
 from scripts.bench import few_tokens
-from scripts.bench.result_tables import few_tokens_table
+from scripts.bench.tables import TABLES
 from scripts.bench.timing import GpuTimes
 
 SIZES = Sizes(3, 64, 32, 8, 2)
@@ -39,5 +39,5 @@ def test_a_row_and_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["forward_us"] == 125 and row["floor_us"] == pytest.approx(weights / 1e3, abs=0.01)
     assert row["over_floor"] == pytest.approx(125 / (weights / 1e3), abs=1e-3)
     of = {"gpu": "a GPU", "measured": "a day", "versions": "torch 2.11.0"}
-    said = few_tokens_table({"rows": [row | {"of": of}]})
+    said = TABLES["few_tokens"]({"rows": [row | {"of": of}]})
     assert "| 3 |" in said and "| 125.0 |" in said and f"| {row['over_floor']:.2f} |" in said

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers 5.17 or later")
 
 from blazeproto.integrations.transformers import experts_forward, register
-from scripts.bench import integrations, result_tables
+from scripts.bench import integrations
 from scripts.bench.timing import KernelTime, Rotation
 
 QWEN = {
@@ -165,6 +165,6 @@ def test_parts_that_are_not_asked_for_stay(
     assert record["sources_sha256"] and record["protocol"].startswith("qwen: a whole training step")
     assert "holds  gpt_oss: 1.500 x as fast as grouped_mm, at least 1.4" in capsys.readouterr().out
     gpt_oss = row | {"of": then | {"kernels": []}}
-    table = result_tables.integrations_table({"parts": {"qwen": row | {"of": then}, "gpt_oss": gpt_oss}})
+    table = integrations.TABLES["integrations"]({"parts": {"qwen": row | {"of": then}, "gpt_oss": gpt_oss}})
     assert "| gpt-oss's experts, forward + backward | 2.00 | 3.00 | 1.50 | 0.75 |" in table
     assert "| training step of Qwen3-MoE, 4 layers † | 2.00 |" in table and "then. †: of earlier kernels." in table
