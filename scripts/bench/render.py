@@ -38,6 +38,12 @@ def columns(entries: Iterable[Entry]) -> list[Column]:
     return [column(*entry) for entry in entries]
 
 
+def fixed(*entries: Entry) -> Callable[[list[Record]], list[Column]]:
+    """The same columns whatever the rows are."""
+    made = columns(entries)
+    return lambda rows: made
+
+
 @dataclass(frozen=True)
 class Table:
     """A table of a results file. Called with the file's record, it is Markdown with the rows' origin below."""

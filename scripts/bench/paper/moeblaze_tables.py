@@ -22,6 +22,7 @@ from scripts.bench.paper.cells import (
     ratio,
     value,
 )
+from scripts.bench.render import fixed
 
 
 def figures_columns(rows: Rows) -> list[Column]:
@@ -109,12 +110,15 @@ def ablation_columns(rows: Rows) -> list[Column]:
     return [*columns, ("peak MiB", figure("peak_MiB", digits=0))]
 
 
-def gather_columns(rows: Rows) -> list[Column]:
-    names = {"gathered": "ms: gathered", "contiguous": "rows in order", "copied_torch": "grouped_mm after a copy"}
-    names |= {"torch": "grouped_mm, rows in order"}
-    columns: list[Column] = [SHAPE, *[(head, figure(f"{name}_ms")) for name, head in names.items()]]
-    columns.append(("gathered over rows in order, %", lambda row: number(100 * row["gather_overhead"], 1)))
-    return [*columns, ("printed", lambda row: f"about {number(100 * printed.GATHER_OVERHEAD, 0)}")]
+gather_columns = fixed(
+    SHAPE,
+    ("ms: gathered", "gathered_ms"),
+    ("rows in order", "contiguous_ms"),
+    ("grouped_mm after a copy", "copied_torch_ms"),
+    ("grouped_mm, rows in order", "torch_ms"),
+    ("gathered over rows in order, %", lambda row: 100 * row["gather_overhead"], 1),
+    ("printed", lambda row: f"about {number(100 * printed.GATHER_OVERHEAD, 0)}"),
+)
 
 
 def combine_columns(rows: Rows) -> list[Column]:
