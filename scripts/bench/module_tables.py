@@ -1,10 +1,9 @@
-"""The tables and sentences of whole layers, `module.json`, and of the router alone, `router.json`."""
+"""The table and sentences of whole layers, `module.json`, and the sentence of the router alone, `router.json`."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 
 from blazeproto.gemm import Sizes
 from scripts.bench.common import EXTRA_SHAPES, MODULE_SHAPES, SHAPES, TABLES, geometric_mean, table_of
@@ -213,31 +212,3 @@ def module_table(record: Record) -> str:
     columns += [("SonicMoE", figure("sonic_peak_fwdbwd_MiB", digits=0))]
     columns += [("router saves MiB", lambda row: number(row["router_saved_bytes"] / 2**20, 0))]
     return f"{table(record['rows'], columns)}\n\n{METHOD} {origin(record['rows'], *PACKAGES)}".rstrip()
-
-
-def router_table(record: Record) -> str:
-    """The router's time against its floor, and its errors against float64."""
-    columns: list[Column] = [
-        ("T, d, E, K", lambda row: ", ".join(str(row["cfg"][key]) for key in "TdEK")),
-        ("router weight", itemgetter("weight")),
-        ("forward ms", figure("fwd_ms", digits=3)),
-        ("floor", figure("floor_fwd_ms", digits=3)),
-        ("forward + backward ms", figure("fwdbwd_ms", digits=3)),
-        ("floor", figure("floor_fwdbwd_ms", digits=3)),
-    ]
-
-    def error(name: str) -> Callable[[Record], str]:
-        return lambda row: f"{row['accuracy']['plain'][name]:.1e}"
-
-    def of_torch(row: Record) -> str:
-        return f"{row['torch_fp32_logits']:.1e}" if "torch_fp32_logits" in row else number(None)
-
-    def other_choice(row: Record) -> str:
-        found = [row["accuracy"][how] for how in ("plain", "autocast")]
-        return f"{sum(each['other_tokens'] for each in found)} of {sum(each['tokens'] for each in found)}"
-
-    columns += [("error of logits", error("logits")), ("torch's in fp32", of_torch)]
-    columns += [("of dX", error("dX")), ("of dW", error("dW"))]
-    columns.append(("tokens that chose otherwise than float64", other_choice))
-    note = "GPU time. Errors: norm of the difference from float64 over its norm; dX is bf16, dW has the weight's type."
-    return f"{table(record['rows'], columns)}\n\n{note} {origin(record['rows'], 'torch')}"

@@ -20,8 +20,6 @@ from PIL import Image
 
 from scripts.bench.common import REPOSITORY, RESULTS
 from scripts.bench.cost_tables import name_of_table, plot_predicted
-from scripts.bench.distributed_tables import FILE as DISTRIBUTED
-from scripts.bench.distributed_tables import plot_efficiency
 from scripts.bench.headline_tables import has_runs
 from scripts.bench.identity import rows_in
 from scripts.bench.markdown import LABELS, OURS, Record, origin, plain_shape, signs_of
@@ -228,12 +226,30 @@ PREDICTED_LAYERS = partial(plot_prediction, name=name_of_table, title="whole lay
 PREDICTED_PRODUCTS = partial(plot_prediction, name=itemgetter("product"), title="products; lines: 10 %")
 
 
+WEAK_SCALING = {
+    "fsdp": ("#00798c", "o-"),
+    "hsdp": ("#8d96a3", "s-"),
+    "ep": ("#d1495b", "o--"),
+    "ep+fsdp": ("#edae49", "s--"),
+}
+
+
 def plot_weak_scaling(record: Record, path: Path) -> None:
-    """MoEBlaze Figure 7, if the record has such rows."""
-    if rows := record.get("weak_scaling"):
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        plot_efficiency(figure.subplots(), rows)
-        save(figure, record, path)
+    """MoEBlaze Figure 7, if the record has such rows: throughput a GPU over one GPU's, by number of GPUs."""
+    rows = record.get("weak_scaling")
+    if not rows:
+        return
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axis = figure.subplots()
+    for mode, (color, style) in WEAK_SCALING.items():
+        if points := sorted((row["gpus"], row["efficiency"]) for row in rows if row["mode"] == mode):
+            axis.plot(*zip(*points, strict=True), style, color=color, label=mode)
+    axis.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
+    axis.set(xlabel="GPUs", ylabel="tokens/s a GPU over one GPU's", title="Weak scaling", ylim=(0, 1.1))
+    axis.set_xticks(sorted({row["gpus"] for row in rows}))
+    axis.legend(frameon=False)
+    axis.spines[["top", "right"]].set_visible(False)
+    save(figure, record, path)
 
 
 def panels_of(record: Record, rows: Sequence[Record], panels: Mapping[str, Value], path: Path) -> None:
@@ -337,7 +353,7 @@ PICTURES: tuple[tuple[str, Callable[[Record, Path], object], str], ...] = (
     ("dispatch", plot_dispatch, "dispatch.png"),
     ("module", PREDICTED_LAYERS, "predicted_layers.png"),
     ("products", PREDICTED_PRODUCTS, "predicted_products.png"),
-    (DISTRIBUTED, plot_weak_scaling, "weak_scaling.png"),
+    ("distributed", plot_weak_scaling, "weak_scaling.png"),
     ("paper/moeblaze-figures", plot_moeblaze, "paper_moeblaze.png"),
     ("paper/sonicmoe-layers", plot_sonicmoe, "paper_sonicmoe.png"),
     ("paper/sonicmoe-kernels", plot_kernels, "paper_kernels.png"),

@@ -12,13 +12,11 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from pathlib import Path
 
-from scripts.bench import fp8_tables, headline_tables
-from scripts.bench.attention_tables import attention_tiles_table
+from scripts.bench import fp8_tables, headline_tables, tables
 from scripts.bench.blocksparse_tables import block_layers_table, block_products_claim, block_products_table
 from scripts.bench.common import read_json
 from scripts.bench.cost_tables import predicted_claim, predicted_table
-from scripts.bench.distributed_tables import SENTENCES as DISTRIBUTED_SENTENCES
-from scripts.bench.distributed_tables import TABLES as DISTRIBUTED_TABLES
+from scripts.bench.distributed_tables import exchange_share
 from scripts.bench.markdown import (
     LABELS,
     NOT_MEASURED,
@@ -27,12 +25,10 @@ from scripts.bench.markdown import (
     Record,
     caveat,
     figure,
-    markdown_table,
     number,
     origin,
     plain_shape,
     shape_of,
-    signs_of,
     table,
 )
 from scripts.bench.models import tables as models
@@ -43,22 +39,13 @@ from scripts.bench.module_tables import (
     module_details,
     module_table,
     router_accuracy,
-    router_table,
     span,
 )
 from scripts.bench.paper.steps_tables import CLAIMS
 from scripts.bench.paper.tables import TABLES as PAPER_TABLES
+from scripts.bench.rank_memory import rank_memory_table
 from scripts.bench.review_tables import REVIEW
-from scripts.bench.routing_tables import (
-    dispatch_table,
-    experts_growth,
-    few_tokens_table,
-    rounding_layers_table,
-    rounding_table,
-    small_dispatch_table,
-    topk_table,
-)
-from scripts.bench.training_tables import TRAINING, TRAINING_CLAIMS, curves, training_table
+from scripts.bench.training_tables import TRAINING, TRAINING_CLAIMS, curves
 
 
 def load(name: str, results: Path) -> Record | None:
@@ -194,39 +181,6 @@ def memory_table(record: Record) -> str:
     return f"{table(record['rows'], columns)}\n\n{note}{origin(record['rows'], *PEERS)}"
 
 
-def workspace_table(record: Record) -> str:
-    """Bounded workspaces: peak and time, from the same file as the layer's."""
-
-    def label(row: Record) -> str:
-        bound = row["workspace_bytes"] or 0
-        return LABELS.get(row["name"], f"blazeproto, workspace {number(bound / 2**20, 0)} MiB")
-
-    programs = [
-        {"cfg": row["cfg"], "of": row["of"], "name": name, **program}
-        for row in record.get("workspace", [])
-        for name, program in row["programs"].items()
-    ]
-    columns: list[Column] = [("T (d = n = 256, E = 128, K = 4)", lambda row: shape_of(row)[0]), ("program", label)]
-    columns += [("forward + backward ms", figure("gpu_fwdbwd_ms")), ("peak MiB", figure("peak_fwdbwd_MiB", digits=0))]
-    columns += [("time / unbounded", figure("time_to_unbounded")), ("peak / SonicMoE", figure("peak_to_sonic"))]
-    return f"{table(programs, columns)}\n\n{origin(programs, *PEERS)}".rstrip()
-
-
-def skew_table(record: Record) -> str:
-    """Skewed routings over the uniform one's time, from the same file as the layer's."""
-    columns: list[Column] = [
-        ("T, d, n, E, K", plain_shape),
-        ("uniform, fwd + bwd ms", figure("uniform", "gpu_fwdbwd_ms")),
-    ]
-    for kind, name in (("zipf", "Zipf(1.2)"), ("half_on_one", "half on one expert")):
-        columns += [
-            (f"{name}: fwd ×", figure(kind, "fwd_to_uniform")),
-            ("fwd + bwd ×", figure(kind, "fwdbwd_to_uniform")),
-        ]
-    rows = record.get("skew", [])
-    return f"{table(rows, columns)}\n\n{origin(rows)}".rstrip()
-
-
 def many_tokens(record: Record) -> str:
     """The largest batch that was run, one sentence."""
     if (row := record.get("four_million_tokens")) is None:
@@ -251,93 +205,32 @@ def gather_cost(record: Record) -> str:
     return f"{least}, and at least {number(weights, 3)} in the weight gradients{in_brackets(record['rows'])}"
 
 
-def products_table(record: Record) -> str:
-    """Each product alone against torch's grouped_mm, gathered against contiguous, and its layer form against its floor."""
-    columns: list[Column] = [("product", itemgetter("product")), ("T, d, n, E, K", plain_shape)]
-    times = {
-        "torch": "torch grouped_mm",
-        "plain": "plain store",
-        "gathered": "gathered",
-        "layer": "in the layer",
-        "floor": "floor",
-    }
-    columns += [(name, figure(f"{version}_ms", digits=3)) for version, name in times.items()]
-    ratios = {
-        "plain_to_torch_speed": "speed to grouped_mm",
-        "gathered_to_plain_speed": "gathered to contiguous",
-        "layer_to_floor": "layer / floor",
-    }
-    columns += [(name, figure(field)) for field, name in ratios.items()]
-    return f"{table(record['rows'], columns)}\n\nms of GPU time. {origin(record['rows'], 'torch')}"
+def experts_growth(record: Record) -> str:
+    """What a dispatch for the most experts takes over one for the fewest, one sentence."""
+    rows = sorted(record.get("series", {}).get("E", []), key=lambda row: row["E"])
+    if not rows:
+        return NOT_MEASURED
+    least, most = rows[0], rows[-1]
+    conditions = "; ".join(filter(None, [f"T = {least['T']}, K = {least['K']}", caveat([least, most])]))
+    return (
+        f"A dispatch for {most['E']} experts takes {number(most['tiled_ms'] / least['tiled_ms'])} times one for "
+        f"{least['E']} ({conditions})"
+    )
 
 
-PARTS = {  # of integrations.json
-    "qwen": "training step of Qwen3-MoE, 4 layers",
-    "gpt_oss": "gpt-oss's experts, forward + backward",
-}
-
-
-def integrations_table(record: Record) -> str:
-    """Our experts beside transformers' grouped_mm, by part: milliseconds, and peak memory."""
-    rows: list[list[str]] = []
-    of: list[Record] = []
-    for part, label in PARTS.items():
-        if (row := record["parts"].get(part)) is not None:
-            ours, theirs = (row["ms"][name] for name in (OURS, "grouped_mm"))
-            peak = row["peak_MiB"][OURS] / row["peak_MiB"]["grouped_mm"]
-            rows.append([label, number(ours), number(theirs), number(theirs / ours), number(peak)])
-            of.append(row)
-    for line, sign in zip(rows, signs_of(of), strict=True):
-        line[0] += sign
-    header = ["", "blazeproto, ms", "grouped_mm, ms", "grouped_mm / ours", "peak memory, ours / grouped_mm"]
-    return f"{markdown_table(header, rows)}\n\n{origin(of, 'torch', 'transformers')}"
-
-
-LORA = {  # programs of lora.json
-    "lora": "`moe_mlp` with factors, weights frozen",
-    "wrapped": "the same through peft's wrappers",
-    "full": "`moe_mlp`, all weights trained",
-    "peft": "peft on transformers' `grouped_mm`",
-}
-
-
-def lora_table(record: Record) -> str:
-    """Frozen experts with low-rank factors beside full fine-tuning and peft: milliseconds, and peak memory."""
-    [row] = record["rows"]
-    rows = []
-    for name, label in LORA.items():
-        if both := row.get(f"{name}_fwdbwd_ms"):
-            figures = (row[f"{name}_fwd_ms"], both, both / row["lora_fwdbwd_ms"])
-            rows.append([label, *map(number, figures), number(row[f"{name}_peak_fwdbwd_MiB"], 0)])
-    header = ["", "forward, ms", "forward + backward, ms", "forward + backward / first row", "peak memory, MiB"]
-    return f"{markdown_table(header, rows)}\n\n{origin([row], 'torch', 'transformers', 'peft')}"
-
+PLAIN: dict[str, tuple[str, Callable[..., str]]] = {name: (made.file, made) for name, made in tables.TABLES.items()}
 
 # name of a table -> (results file, what makes it)
 TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "module": ("module", module_table),
-    "router": ("router", router_table),
     "layer": ("layer", layer_table),
     "eager": ("layer", eager_table),
     "memory": ("layer", memory_table),
-    "workspace": ("layer", workspace_table),
-    "skew": ("layer", skew_table),
-    "products": ("products", products_table),
     "predicted": ("module", predicted_table),
-    "dispatch": ("dispatch", dispatch_table),
-    "small_dispatch": ("dispatch", small_dispatch_table),
-    "topk": ("topk", topk_table),
-    "rounding": ("rounding", rounding_table),
-    "rounding_layers": ("rounding", rounding_layers_table),
-    "few_tokens": ("few_tokens", few_tokens_table),
-    "integrations": ("integrations", integrations_table),
-    "lora": ("lora", lora_table),
     "block_products": ("blocksparse", block_products_table),
     "block_layers": ("blocksparse", block_layers_table),
-    "attention_tiles": ("attention_tiles", attention_tiles_table),
-    "train": ("train", training_table),
-    "train_cpu": ("../cpu/train", training_table),
-    **DISTRIBUTED_TABLES | TRAINING | PAPER_TABLES | models.TABLES | fp8_tables.TABLES | headline_tables.TABLES,
+    "rank_memory": ("distributed", rank_memory_table),
+    **PLAIN | TRAINING | PAPER_TABLES | models.TABLES | fp8_tables.TABLES | headline_tables.TABLES,
 }
 
 
@@ -383,13 +276,8 @@ SENTENCES: dict[str, tuple[str, Callable[..., str]]] = {
     "block_products_claim": ("blocksparse", block_products_claim),
     "experts_growth": ("dispatch", experts_growth),
     "predicted_claim": ("module products", predicted_claim),
-    **DISTRIBUTED_SENTENCES
-    | REVIEW
-    | CLAIMS
-    | TRAINING_CLAIMS
-    | models.SENTENCES
-    | fp8_tables.SENTENCES
-    | headline_tables.SENTENCES,
+    "exchange_share": ("distributed", exchange_share),
+    **REVIEW | CLAIMS | TRAINING_CLAIMS | models.SENTENCES | fp8_tables.SENTENCES | headline_tables.SENTENCES,
 }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from scripts.bench.markdown import NOT_MEASURED, Column, Record, markdown_table, number, origin, table
+from scripts.bench.markdown import NOT_MEASURED, Column, Record, number, origin, table
 from scripts.bench.paper.printed import PERPLEXITY
 from scripts.bench.review_tables import noted
 from scripts.lm.compare_backends import largest_difference, smoothed
@@ -19,16 +19,6 @@ SONICMOE_LAST = 100  # Table 1's "Train"
 
 
 # -------------------------------------------------------------------------------------------------- one run, or a pair
-
-
-def training_table(record: Record) -> str:
-    """One preset of scripts/train_lm.py: its model, its length and where it ended."""
-    summary, config = record["summary"], record["config"]
-    row = [summary["device"], ", ".join(str(config[key]) for key in ("d_model", "d_expert", "num_experts", "top_k"))]
-    row += [number(summary["parameters"] / 1e6, 1), str(summary["steps"])]
-    row += [number(summary["seconds"], 0), number(summary["val_loss"], 3)]
-    header = ["device", "d, n, E, K", "parameters, millions", "steps", "seconds", "validation loss, nats a byte"]
-    return f"{markdown_table(header, [row])}\n\n{origin([record], 'torch')}"
 
 
 def curves(record: Record) -> str:

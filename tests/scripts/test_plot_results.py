@@ -13,6 +13,7 @@ import pytest
 from blazeproto import cost
 from blazeproto.gemm import Sizes
 from scripts.bench import cost_tables, markdown, module, module_tables, plot_results, result_tables
+from scripts.bench.tables import TABLES
 
 FIXTURE = Path(__file__).parent / "layer.json"
 README = """# A package
@@ -185,9 +186,9 @@ def test_the_tables_of_modules_and_router() -> None:
     found = {"logits": 1.234e-6, "dX": 2e-3, "dW": 1e-5, "other_tokens": 2, "tokens": 1000}
     router = {"cfg": {"T": 1000, "d": 256, "E": 128, "K": 4}, "weight": "fp32", "fwd_ms": 0.1, "fwdbwd_ms": 0.3}
     router |= {"floor_fwd_ms": 0.04, "floor_fwdbwd_ms": 0.12, "accuracy": {"plain": found, "autocast": found}} | OF
-    table = module_tables.router_table({"rows": [router]})
+    table = TABLES["router"]({"rows": [router]})
     assert "| fp32 | 0.100 | 0.040 | 0.300 | 0.120 | 1.2e-06 | – | 2.0e-03 | 1.0e-05 | 4 of 2000 |" in table
-    table = module_tables.router_table({"rows": [router | {"torch_fp32_logits": 3e-7}]})
+    table = TABLES["router"]({"rows": [router | {"torch_fp32_logits": 3e-7}]})
     assert "| 1.2e-06 | 3.0e-07 | 2.0e-03 |" in table
 
 
@@ -228,11 +229,9 @@ def test_an_extra_has_its_own_origin(results: Path) -> None:
     record = json.loads((results / "layer.json").read_text())
     shape = {"cfg": record["rows"][0]["cfg"]} | EARLIER
     programs = {"sonic": {"workspace_bytes": None, "gpu_fwdbwd_ms": 2.0, "peak_fwdbwd_MiB": 3.0}}
-    assert "the day before. **Of earlier" in result_tables.workspace_table(
-        {"workspace": [shape | {"programs": programs}]}
-    )
-    assert "the day before. **Of earlier" in result_tables.skew_table({"skew": [shape]})
-    assert result_tables.skew_table(record) == result_tables.NOT_MEASURED
+    assert "the day before. **Of earlier" in TABLES["workspace"]({"workspace": [shape | {"programs": programs}]})
+    assert "the day before. **Of earlier" in TABLES["skew"]({"skew": [shape]})
+    assert TABLES["skew"](record) == result_tables.NOT_MEASURED
 
 
 def test_an_unknown_table_is_refused(results: Path) -> None:
@@ -259,7 +258,7 @@ def test_the_tables_of_products_and_dispatch() -> None:
         "floor_ms": 0.1,
         "layer_ms": 0.104,
     } | OF
-    table = result_tables.products_table({"rows": [product | {"layer_to_floor": 1.04}]})
+    table = TABLES["products"]({"rows": [product | {"layer_to_floor": 1.04}]})
     assert "| combine | 8, 8, 8, 2, 1 | – | – | – | 0.104 | 0.100 | – | – | 1.04 |" in table
     row = {
         "name": "Qwen3",
@@ -270,16 +269,16 @@ def test_the_tables_of_products_and_dispatch() -> None:
         "torch_sort_ms": 0.96,
         "floor_ms": 0.02,
     } | OF
-    table = result_tables.dispatch_table({"rows": [row]})
+    table = TABLES["dispatch"]({"rows": [row]})
     assert "| Qwen3 | 1048576 | 128 | 8 | 0.060 | 0.960 | 0.020 | 3.00 |" in table
     small = {"T": 8192, "E": 128, "K": 8, "gpu_us": 5.43, "host_us": 30.2, "host_us_allocating": 38.15} | OF
-    table = result_tables.small_dispatch_table({"small": [small]})
+    table = TABLES["small_dispatch"]({"small": [small]})
     assert "| 8192 | 128 | 8 | 5.4 | 30.2 | 38.1 |" in table
-    table = result_tables.dispatch_table({"rows": [row | {"paper_sort_ms": 5.1, "paper_hash_ms": 2.1}]})
+    table = TABLES["dispatch"]({"rows": [row | {"paper_sort_ms": 5.1, "paper_hash_ms": 2.1}]})
     assert "| MoEBlaze sorting (H100) | MoEBlaze hash (H100) |" in table
     assert "the columns marked H100 are the paper's own times" in table
     topk = {"T": 1048576, "E": 128, "K": 8, "fused_ms": 0.2, "torch_ms": 6.0, "floor_ms": 0.13}
-    table = result_tables.topk_table({"rows": [topk | {"score": "sigmoid", "dtype": "float32"} | OF]})
+    table = TABLES["topk"]({"rows": [topk | {"score": "sigmoid", "dtype": "float32"} | OF]})
     assert "| sigmoid | float32 | 1048576 | 128 | 8 | 0.200 | 6.000 | 0.130 | 1.54 | 30.0 |" in table
 
 
@@ -288,13 +287,13 @@ def test_the_table_of_rounding() -> None:
     rounded = {"rows": 1024, "padded_rows": 1024, "fwd_tflops": 440.0, "bwd_tflops": 315.0}
     cfg = {"T": 8, "d": 8, "n": 8, "E": 2, "K": 1}
     row = {"cfg": cfg, "top_k": plain, "rounded": rounded, "fwd_gain": 1.1, "bwd_gain": 1.05, "fwdbwd_gain": 1.066} | OF
-    table = result_tables.rounding_table({"rows": [row]})
+    table = TABLES["rounding"]({"rows": [row]})
     assert "| 8, 8, 8, 2, 1 | 10.0 | 400 | 440 | 300 | 315 | 1.100 | 1.050 | 1.066 |" in table
-    assert result_tables.rounding_layers_table({"rows": [row]}) == result_tables.NOT_MEASURED
+    assert TABLES["rounding_layers"]({"rows": [row]}) == result_tables.NOT_MEASURED
     times = {"top_k": (1, 3), "rounded": (0.9, 2.8), "down": (0.8, 2.6), "up": (1.1, 3.3)}
     layers = {name: {"gpu_fwd_ms": forward, "gpu_fwdbwd_ms": both} for name, (forward, both) in times.items()}
     gains = {"fwd_gain": 1.1, "bwd_gain": 1.05, "fwdbwd_gain": 1.066}
-    table = result_tables.rounding_layers_table({"rows": [row | {"layers": layers | gains}]})
+    table = TABLES["rounding_layers"]({"rows": [row | {"layers": layers | gains}]})
     assert "| 1.00 | 0.90 | 0.80 | 1.10 | 3.00 | 2.80 | 2.60 | 3.30 | 1.100 | 1.050 | 1.066 |" in table
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from scripts.bench import result_tables, training_tables
-from scripts.bench.distributed_tables import expert_parallel_table
 from scripts.bench.markdown import NOT_MEASURED
+from scripts.bench.tables import TABLES
 
 SIZES = {"T": 64, "d": 64, "n": 32, "E": 8, "K": 2}
 OF = {
@@ -30,7 +30,7 @@ def of_today(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_peak_over_several_gpus_is_beside_that_of_one() -> None:
     row = {"cfg": SIZES, "gpus": 2, "dispatcher": "symmetric", "peak_MiB": 300.0, "alone_MiB": 400.0, "of": OF}
     other = row | {"cfg": SIZES | {"T": 128}, "alone_MiB": None}
-    lines = expert_parallel_table({"ep": [row, other]}).splitlines()
+    lines = TABLES["expert_parallel"]({"ep": [row, other]}).splitlines()
     assert lines[2].endswith("| 300 | 0.75 |") and lines[3].endswith("| 300 | – |")
 
 

@@ -15,13 +15,13 @@ from scripts.bench.markdown import (
     Column,
     Record,
     caveat,
-    figure,
     number,
     plain_shape,
 )
 from scripts.bench.module_tables import EVEN, mean_and_span
 from scripts.bench.paper.cells import SHAPE, Rows, experts_ms, floor, floor_cell, of, ratio, value
 from scripts.bench.paper.tables import Shown, markdown
+from scripts.bench.render import Entry, fixed
 
 RUNS = 3  # of a model, of which the headline is the median
 MODEL: Column = ("model", itemgetter("label"))
@@ -61,19 +61,28 @@ def share_of_floor(row: Record) -> float | None:
     return least and least / row["programs"][OURS]["fwdbwd_ms"]
 
 
-def of_floor(row: Record) -> str:
-    return number(share_of_floor(row))
+def times_beside_floor(part: str, head: str) -> list[Entry]:
+    return [
+        (f"{head}: ours", of(OURS, f"{part}_ms")),
+        ("SonicMoE", of("sonic", f"{part}_ms")),
+        ("grouped_mm", of("grouped_mm", f"{part}_ms")),
+        ("floor", floor_cell(partial(module_ms, part))),
+    ]
 
 
-def layers_columns(rows: Rows) -> list[Column]:
-    columns: list[Column] = [MODEL, ("T, d, n, E, K", plain_shape)]
-    for part, head in (("fwd", "forward"), ("fwdbwd", "forward + backward")):
-        columns += [(f"{head}: ours", of(OURS, f"{part}_ms")), ("SonicMoE", of("sonic", f"{part}_ms"))]
-        columns += [("grouped_mm", of("grouped_mm", f"{part}_ms")), ("floor", floor_cell(partial(module_ms, part)))]
-    columns += [("SonicMoE / ours: fwd", over_ours("sonic", "fwd")), ("fwd + bwd", over_ours("sonic"))]
-    columns += [("grouped_mm / ours: fwd + bwd", over_ours("grouped_mm")), ("floor / ours", of_floor)]
-    columns += [("peak MiB: ours", of(OURS, "peak_MiB", 0)), ("SonicMoE", of("sonic", "peak_MiB", 0))]
-    return [*columns, ("grouped_mm", of("grouped_mm", "peak_MiB", 0))]
+layers_columns = fixed(
+    MODEL,
+    ("T, d, n, E, K", plain_shape),
+    *times_beside_floor("fwd", "forward"),
+    *times_beside_floor("fwdbwd", "forward + backward"),
+    ("SonicMoE / ours: fwd", over_ours("sonic", "fwd")),
+    ("fwd + bwd", over_ours("sonic")),
+    ("grouped_mm / ours: fwd + bwd", over_ours("grouped_mm")),
+    ("floor / ours", share_of_floor),
+    ("peak MiB: ours", of(OURS, "peak_MiB", 0)),
+    ("SonicMoE", of("sonic", "peak_MiB", 0)),
+    ("grouped_mm", of("grouped_mm", "peak_MiB", 0)),
+)
 
 
 LAYERS_NOTE = (
@@ -157,18 +166,26 @@ def weights_us(row: Record) -> str:
     return number(least and 1e3 * least, 1)
 
 
-def decode_columns(rows: Rows) -> list[Column]:
-    columns: list[Column] = [MODEL, ("T", lambda row: str(row["cfg"]["T"]))]
-    columns += [("experts chosen", figure("chosen_experts", digits=1)), ("ours, µs", of(OURS, "fwd_us", 1))]
-    columns += [("grouped_mm", of("grouped_mm", "fwd_us", 1)), ("floor", weights_us)]
-    return [*columns, ("grouped_mm / ours", ratio("grouped_mm", OURS, "fwd_us"))]
+decode_columns = fixed(
+    MODEL,
+    ("T", "cfg.T", None),
+    ("experts chosen", "chosen_experts", 1),
+    ("ours, µs", of(OURS, "fwd_us", 1)),
+    ("grouped_mm", of("grouped_mm", "fwd_us", 1)),
+    ("floor", weights_us),
+    ("grouped_mm / ours", ratio("grouped_mm", OURS, "fwd_us")),
+)
 
 
-def ratios_columns(rows: Rows) -> list[Column]:
-    columns: list[Column] = [("n / d", itemgetter("label")), SHAPE]
-    for field, head in (("fwd_ms", "forward ms"), ("fwdbwd_ms", "forward + backward ms")):
-        columns += [(f"{head}: ours", of(OURS, field)), ("torch grouped_mm", of("torch_grouped", field))]
-    return [*columns, ("floor, forward + backward", floor_cell(experts_ms))]
+ratios_columns = fixed(
+    ("n / d", "label"),
+    SHAPE,
+    ("forward ms: ours", of(OURS, "fwd_ms")),
+    ("torch grouped_mm", of("torch_grouped", "fwd_ms")),
+    ("forward + backward ms: ours", of(OURS, "fwdbwd_ms")),
+    ("torch grouped_mm", of("torch_grouped", "fwdbwd_ms")),
+    ("floor, forward + backward", floor_cell(experts_ms)),
+)
 
 
 def peer_columns(first: str, peer: str, parts: dict[str, str], rows: Rows) -> list[Column]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from operator import itemgetter
 
 from blazeproto import cost
@@ -13,6 +12,7 @@ from scripts.bench.paper.cells import (
     ACTIVATION,
     LABEL,
     SHAPE,
+    Cell,
     Rows,
     experts_ms,
     floor,
@@ -22,20 +22,7 @@ from scripts.bench.paper.cells import (
     ratio,
     value,
 )
-
-
-def figures_columns(rows: Rows) -> list[Column]:
-    columns: list[Column] = [LABEL, SHAPE, ACTIVATION, ("saved MiB: ours", of(OURS, "saved_MiB", 0))]
-    columns += [("ours, as Algorithm 1", of("paper", "saved_MiB", 0)), ("MegaBlocks", of("mb_sparse", "saved_MiB", 0))]
-    columns.append(("printed MB: MoEBlaze, MegaBlocks", lambda row: printed_memory(row)))
-    columns += [("peak MiB: ours", of(OURS, "peak_MiB", 0)), ("MegaBlocks", of("mb_sparse", "peak_MiB", 0))]
-    columns += [("fwd + bwd ms: ours", of(OURS, "fwdbwd_ms")), ("MegaBlocks", of("mb_sparse", "fwdbwd_ms"))]
-    columns += [("floor", floor_cell(experts_ms))]
-    columns += [("MegaBlocks / ours", ratio("mb_sparse", OURS, "fwdbwd_ms"))]
-    columns += [("eager", ratio("mb_sparse", OURS, "eager_fwdbwd_ms"))]
-    columns.append(("printed", lambda row: printed.FIGURE_SPEED[row["activation"]]))
-    columns.append(("MegaBlocks / floor", over_floor))
-    return [*columns, ("up projection, FLOP/B", figure("up_operations_a_byte", digits=0))]
+from scripts.bench.render import fixed
 
 
 def over_floor(row: Record) -> str:
@@ -48,22 +35,29 @@ def printed_memory(row: Record) -> str:
     return printed.FIGURE_MEMORY.get((row["label"], row["activation"]), "–")
 
 
+figures_columns = fixed(
+    LABEL,
+    SHAPE,
+    ACTIVATION,
+    ("saved MiB: ours", of(OURS, "saved_MiB", 0)),
+    ("ours, as Algorithm 1", of("paper", "saved_MiB", 0)),
+    ("MegaBlocks", of("mb_sparse", "saved_MiB", 0)),
+    ("printed MB: MoEBlaze, MegaBlocks", printed_memory),
+    ("peak MiB: ours", of(OURS, "peak_MiB", 0)),
+    ("MegaBlocks", of("mb_sparse", "peak_MiB", 0)),
+    ("fwd + bwd ms: ours", of(OURS, "fwdbwd_ms")),
+    ("MegaBlocks", of("mb_sparse", "fwdbwd_ms")),
+    ("floor", floor_cell(experts_ms)),
+    ("MegaBlocks / ours", ratio("mb_sparse", OURS, "fwdbwd_ms")),
+    ("eager", ratio("mb_sparse", OURS, "eager_fwdbwd_ms")),
+    ("printed", lambda row: printed.FIGURE_SPEED[row["activation"]]),
+    ("MegaBlocks / floor", over_floor),
+    ("up projection, FLOP/B", "up_operations_a_byte", 0),
+)
+
+
 def activation_and_tokens(row: Record) -> tuple[str, int]:
     return row["activation"], row["cfg"]["T"]
-
-
-def scale_columns(rows: Rows) -> list[Column]:
-    cell = partial(looked_up, printed.SCALE, activation_and_tokens)
-    columns: list[Column] = [ACTIVATION, ("T", lambda row: str(row["cfg"]["T"]))]
-    columns += [("fwd + bwd ms: ours", of(OURS, "fwdbwd_ms")), ("eager", of(OURS, "eager_fwdbwd_ms"))]
-    columns += [("printed", cell(0)), ("MegaBlocks", of("mb_sparse", "fwdbwd_ms"))]
-    columns += [("eager", of("mb_sparse", "eager_fwdbwd_ms")), ("printed", cell(2))]
-    columns += [("MegaBlocks / ours", ratio("mb_sparse", OURS, "fwdbwd_ms"))]
-    columns += [("eager", ratio("mb_sparse", OURS, "eager_fwdbwd_ms")), ("printed", printed_speedup)]
-    columns.append(("MegaBlocks / floor", over_floor))
-    columns += [("saved MiB: ours", of(OURS, "saved_MiB", 0)), ("ours, as Algorithm 1", of("paper", "saved_MiB", 0))]
-    columns += [("printed", cell(1, 0)), ("MegaBlocks", of("mb_sparse", "saved_MiB", 0)), ("printed", cell(3, 0))]
-    return [*columns, ("peak MiB: ours", of(OURS, "peak_MiB", 0)), ("MegaBlocks", of("mb_sparse", "peak_MiB", 0))]
 
 
 def printed_speedup(row: Record) -> str:
@@ -71,21 +65,31 @@ def printed_speedup(row: Record) -> str:
     return "–" if block is None else number(block / blaze, 1)
 
 
-def dispatch_columns(rows: Rows) -> list[Column]:
-    cell = partial(looked_up, printed.DISPATCH, itemgetter("label"))
-    columns: list[Column] = [LABEL, ("E / K", lambda row: f"{row['cfg']['E']} / {row['cfg']['K']}")]
-    names = {"tiled": "ours", "dense": "the paper's three steps", "sort": "CuPy sort", "torch_sort": "torch.sort"}
-    columns += [
-        (f"{'ms: ' if name == 'tiled' else ''}{head}", figure(f"{name}_ms", digits=3)) for name, head in names.items()
-    ]
-    columns += [
-        ("floor", floor_cell(dispatch_ms, 3)),
-        ("printed: sorting", cell(0)),
-        ("hash", cell(1)),
-    ]
-    columns.append(("CuPy sort / the three steps", lambda row: number(row["sort_ms"] / row["dense_ms"], 1)))
-    columns.append(("CuPy sort / ours", lambda row: number(row["sort_ms"] / row["tiled_ms"], 1)))
-    return [*columns, ("printed: sorting / hash", lambda row: number(printed_gain(row["label"]), 1))]
+def printed_scale(index: int, digits: int = 1) -> Cell:
+    return looked_up(printed.SCALE, activation_and_tokens, index, digits)
+
+
+scale_columns = fixed(
+    ACTIVATION,
+    ("T", "cfg.T", None),
+    ("fwd + bwd ms: ours", of(OURS, "fwdbwd_ms")),
+    ("eager", of(OURS, "eager_fwdbwd_ms")),
+    ("printed", printed_scale(0)),
+    ("MegaBlocks", of("mb_sparse", "fwdbwd_ms")),
+    ("eager", of("mb_sparse", "eager_fwdbwd_ms")),
+    ("printed", printed_scale(2)),
+    ("MegaBlocks / ours", ratio("mb_sparse", OURS, "fwdbwd_ms")),
+    ("eager", ratio("mb_sparse", OURS, "eager_fwdbwd_ms")),
+    ("printed", printed_speedup),
+    ("MegaBlocks / floor", over_floor),
+    ("saved MiB: ours", of(OURS, "saved_MiB", 0)),
+    ("ours, as Algorithm 1", of("paper", "saved_MiB", 0)),
+    ("printed", printed_scale(1, 0)),
+    ("MegaBlocks", of("mb_sparse", "saved_MiB", 0)),
+    ("printed", printed_scale(3, 0)),
+    ("peak MiB: ours", of(OURS, "peak_MiB", 0)),
+    ("MegaBlocks", of("mb_sparse", "peak_MiB", 0)),
+)
 
 
 def dispatch_ms(sizes: Sizes, gpu: str) -> float:
@@ -95,6 +99,22 @@ def dispatch_ms(sizes: Sizes, gpu: str) -> float:
 def printed_gain(model: str) -> float:
     sorting, hashed = printed.DISPATCH[model]
     return sorting / hashed
+
+
+dispatch_columns = fixed(
+    LABEL,
+    ("E / K", lambda row: f"{row['cfg']['E']} / {row['cfg']['K']}"),
+    ("ms: ours", "tiled_ms", 3),
+    ("the paper's three steps", "dense_ms", 3),
+    ("CuPy sort", "sort_ms", 3),
+    ("torch.sort", "torch_sort_ms", 3),
+    ("floor", floor_cell(dispatch_ms, 3)),
+    ("printed: sorting", looked_up(printed.DISPATCH, itemgetter("label"), 0)),
+    ("hash", looked_up(printed.DISPATCH, itemgetter("label"), 1)),
+    ("CuPy sort / the three steps", "sort_ms / dense_ms", 1),
+    ("CuPy sort / ours", "sort_ms / tiled_ms", 1),
+    ("printed: sorting / hash", lambda row: printed_gain(row["label"]), 1),
+)
 
 
 def ablation_columns(rows: Rows) -> list[Column]:
@@ -109,12 +129,15 @@ def ablation_columns(rows: Rows) -> list[Column]:
     return [*columns, ("peak MiB", figure("peak_MiB", digits=0))]
 
 
-def gather_columns(rows: Rows) -> list[Column]:
-    names = {"gathered": "ms: gathered", "contiguous": "rows in order", "copied_torch": "grouped_mm after a copy"}
-    names |= {"torch": "grouped_mm, rows in order"}
-    columns: list[Column] = [SHAPE, *[(head, figure(f"{name}_ms")) for name, head in names.items()]]
-    columns.append(("gathered over rows in order, %", lambda row: number(100 * row["gather_overhead"], 1)))
-    return [*columns, ("printed", lambda row: f"about {number(100 * printed.GATHER_OVERHEAD, 0)}")]
+gather_columns = fixed(
+    SHAPE,
+    ("ms: gathered", "gathered_ms"),
+    ("rows in order", "contiguous_ms"),
+    ("grouped_mm after a copy", "copied_torch_ms"),
+    ("grouped_mm, rows in order", "torch_ms"),
+    ("gathered over rows in order, %", lambda row: 100 * row["gather_overhead"], 1),
+    ("printed", lambda row: f"about {number(100 * printed.GATHER_OVERHEAD, 0)}"),
+)
 
 
 def combine_columns(rows: Rows) -> list[Column]:

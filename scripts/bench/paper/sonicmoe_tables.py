@@ -5,13 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from operator import itemgetter
 
 from blazeproto import cost
 from blazeproto.gemm import Sizes
 from scripts.bench.markdown import LABELS, OURS, Column, Record, figure, number
 from scripts.bench.paper import printed
 from scripts.bench.paper.cells import LABEL, SHAPE, Rows, backward_ms, floor_cell, of, programs_in, ratio, tflops, value
+from scripts.bench.render import fixed
 
 
 def layers_columns(rows: Rows) -> list[Column]:
@@ -90,9 +90,7 @@ def claims(rows: Rows) -> Rows:
     return [last | dict(zip(("said", "printed", "sonic", "ours"), each, strict=True)) for each in found] if rows else []
 
 
-def claims_columns(rows: Rows) -> list[Column]:
-    heads = {"said": "", "printed": "printed of SonicMoE", "sonic": "SonicMoE here", "ours": "ours"}
-    return [(head, itemgetter(field)) for field, head in heads.items()]
+claims_columns = fixed(("", "said"), ("printed of SonicMoE", "printed"), ("SonicMoE here", "sonic"), ("ours", "ours"))
 
 
 def phases(rows: Rows) -> Rows:
@@ -105,14 +103,19 @@ def phases(rows: Rows) -> Rows:
     return made
 
 
-def phases_columns(rows: Rows) -> list[Column]:
-    columns: list[Column] = [SHAPE, ("program", itemgetter("program")), ("", itemgetter("phase"))]
-    columns += [("ms of products", figure("products_ms")), ("of all others", figure("others_ms"))]
-    return [*columns, ("TFLOP/s of the products", figure("tflops", digits=0)), ("longest kernels, ms", longest)]
-
-
 def longest(row: Record) -> str:
     return "; ".join(f"{short(line['kernel'])} {number(line['ms'])}" for line in row["kernels"][:4])
+
+
+phases_columns = fixed(
+    SHAPE,
+    ("program", "program"),
+    ("", "phase"),
+    ("ms of products", "products_ms"),
+    ("of all others", "others_ms"),
+    ("TFLOP/s of the products", "tflops", 0),
+    ("longest kernels, ms", longest),
+)
 
 
 def short(kernel: str) -> str:
@@ -132,11 +135,15 @@ def our_kernels(rows: Rows) -> Rows:
     ]
 
 
-def our_kernels_columns(rows: Rows) -> list[Column]:
-    columns: list[Column] = [SHAPE, ("", itemgetter("phase")), ("kernel", lambda row: short(row["kernel"]))]
-    columns += [("launches", figure("launches", digits=0)), ("ms", figure("ms", digits=3))]
-    columns.append(("TFLOP/s", lambda row: number(1e-9 * row["operations"] / row["ms"], 0)))
-    return [*columns, ("TB/s", lambda row: number(1e-9 * row["least_bytes"] / row["ms"], 2))]
+our_kernels_columns = fixed(
+    SHAPE,
+    ("", "phase"),
+    ("kernel", lambda row: short(row["kernel"])),
+    ("launches", "launches", 0),
+    ("ms", "ms", 3),
+    ("TFLOP/s", lambda row: 1e-9 * row["operations"] / row["ms"], 0),
+    ("TB/s", lambda row: 1e-9 * row["least_bytes"] / row["ms"]),
+)
 
 
 ROUTINGS = {"top_k": "top-k", "rounded": "nearest", "down": "DOWN", "up": "UP"}
@@ -167,16 +174,12 @@ def dot_ms(sizes: Sizes, gpu: str) -> float:
     return cost.floor_ms(0.0, 2 * sizes.d * (sizes.rows + sizes.T) + 4 * sizes.rows, gpu)
 
 
-def scores_columns(rows: Rows) -> list[Column]:
-    columns: list[Column] = [SHAPE, ("backward ms, dS in it", figure("bwd_ms"))]
-    columns += [("⟨dO, Y⟩ beside it", figure("dot_ms", digits=3)), ("floor", floor_cell(dot_ms, 3))]
-    columns.append(("of the backward, %", lambda row: number(100 * row["dot_ms"] / row["bwd_ms"], 1)))
-    return [
-        *columns,
-        ("saved MiB", figure("saved_MiB", digits=0)),
-        ("with Y", with_y),
-    ]
-
-
-def with_y(row: Record) -> str:
-    return number(row["saved_MiB"] + row["y_MiB"], 0)
+scores_columns = fixed(
+    SHAPE,
+    ("backward ms, dS in it", "bwd_ms"),
+    ("⟨dO, Y⟩ beside it", "dot_ms", 3),
+    ("floor", floor_cell(dot_ms, 3)),
+    ("of the backward, %", lambda row: 100 * row["dot_ms"] / row["bwd_ms"], 1),
+    ("saved MiB", "saved_MiB", 0),
+    ("with Y", lambda row: row["saved_MiB"] + row["y_MiB"], 0),
+)

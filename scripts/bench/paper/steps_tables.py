@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 from blazeproto import cost
 from blazeproto.activations import activation_named
 from blazeproto.autograd import SavePolicy
 from blazeproto.gemm import PRODUCTS
-from scripts.bench.markdown import LABELS, NOT_MEASURED, Column, Record, figure, number
+from scripts.bench.markdown import LABELS, NOT_MEASURED, Column, Record, number
 from scripts.bench.module_tables import sizes_of
 from scripts.bench.paper.cells import LABEL, SHAPE, Rows, by_program, gpu_of, of, value
+from scripts.bench.render import fixed
 from scripts.bench.review_tables import noted
 
 STEPS = {
@@ -47,12 +47,16 @@ def steps_of(rows: Rows) -> Rows:
     return made
 
 
-def waterfall_columns(_: Rows) -> list[Column]:
-    columns: list[Column] = [SHAPE, ("", lambda row: STEPS.get(row["program"]) or LABELS[row["program"]])]
-    columns += [("forward ms", figure("fwd_ms")), ("forward + backward ms", figure("fwdbwd_ms"))]
-    columns += [("less than before, ms", figure("less_fwdbwd_ms"))]
-    columns += [("saved MiB", figure("saved_MiB", digits=0)), ("less, MiB", figure("less_saved_MiB", digits=0))]
-    return [*columns, ("peak MiB", figure("peak_MiB", digits=0))]
+waterfall_columns = fixed(
+    SHAPE,
+    ("", lambda row: STEPS.get(row["program"]) or LABELS[row["program"]]),
+    ("forward ms", "fwd_ms"),
+    ("forward + backward ms", "fwdbwd_ms"),
+    ("less than before, ms", "less_fwdbwd_ms"),
+    ("saved MiB", "saved_MiB", 0),
+    ("less, MiB", "less_saved_MiB", 0),
+    ("peak MiB", "peak_MiB", 0),
+)
 
 
 def predicted_ms(policy: str, row: Record) -> float:
@@ -108,12 +112,16 @@ def activations_of(rows: Rows) -> Rows:
     return made
 
 
-def activations_columns(_: Rows) -> list[Column]:
-    columns: list[Column] = [SHAPE, ("activation", itemgetter("program"))]
-    columns += [("gate", lambda row: "yes" if activation_named(row["program"]).gated else "no")]
-    columns += [("forward ms", figure("fwd_ms")), ("forward + backward ms", figure("fwdbwd_ms"))]
-    columns += [("over SwiGLU's, or SiLU's", figure("over_base", digits=3))]
-    return [*columns, ("saved MiB", figure("saved_MiB", digits=0)), ("peak MiB", figure("peak_MiB", digits=0))]
+activations_columns = fixed(
+    SHAPE,
+    ("activation", "program"),
+    ("gate", lambda row: "yes" if activation_named(row["program"]).gated else "no"),
+    ("forward ms", "fwd_ms"),
+    ("forward + backward ms", "fwdbwd_ms"),
+    ("over SwiGLU's, or SiLU's", "over_base", 3),
+    ("saved MiB", "saved_MiB", 0),
+    ("peak MiB", "peak_MiB", 0),
+)
 
 
 # ----------------------------------------------------------------------------------------------------------- sentences
