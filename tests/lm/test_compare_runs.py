@@ -46,8 +46,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert compare_runs.main(["all", "--seeds", "0", *words]) == 0
     assert compare_runs.main(["accuracy", "--runs", "ours,dense", *words]) == 0
     assert compare_runs.main(["fp8", "--seeds", "0", "--gradients", *words]) == 0
-    words[2] = str(folder / "untimed.json")
-    assert compare_runs.main(["float64", "--runs", "ours", "--seeds", "0", "--untimed", *words]) == 0
     assert not [*(folder / "runs").iterdir()], "what has ended goes"
     return folder / "training.json"
 
@@ -62,11 +60,6 @@ def test_every_run_is_made_once_and_says_what_it_is_of(made: Path) -> None:
         assert row["validation"][-1][0] == row["settings"]["steps"] and row["ms_a_step"] > 0 and not earlier(row)
         assert {"gpu", "measured", "versions", "kernels"} <= row["of"].keys()
     assert {"gpu", "versions", "sources_sha256", "protocol"} <= record.keys()
-
-
-def test_what_runs_beside_other_programs_has_no_times(made: Path) -> None:
-    (row,) = read_json(made.parent / "untimed.json")["rows"]
-    assert row["ms_a_step"] is None and row["losses"]
 
 
 def test_all_programs_begin_alike(made: Path) -> None:
