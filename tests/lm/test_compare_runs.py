@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,7 @@ from scripts.lm.dense import Dense
 from scripts.lm.model import GPT
 from scripts.lm.settings import PRESETS, Config
 from scripts.lm.training_items import BASE, ITEMS, RUNS, SHORT, config_of
-from tests.lm.conftest import keeping_handlers
-
-Stop = Callable[[int, Callable[[], object]], None]
+from tests.lm.conftest import AtStep, interrupt, keeping_handlers
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -176,7 +174,7 @@ def test_a_run_that_is_there_is_not_made_again(made: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("by", ["ctrl-c", "budget"])
-def test_a_run_that_is_stopped_goes_on(by: str, tmp_path: Path, at_step: Stop, made: Path) -> None:
+def test_a_run_that_is_stopped_goes_on(by: str, tmp_path: Path, at_step: AtStep, made: Path) -> None:
     words = [
         "capacity",
         "--runs",
@@ -189,7 +187,7 @@ def test_a_run_that_is_stopped_goes_on(by: str, tmp_path: Path, at_step: Stop, m
     ]
     words += ["--folder", str(tmp_path / "runs")]
     if by == "ctrl-c":
-        at_step(3, lambda: compare_runs.signal.raise_signal(compare_runs.signal.SIGINT))
+        at_step(3, interrupt)
         assert compare_runs.main(words) == 130
     else:
         at_step(3, lambda: compare_runs.time.sleep(1.5))

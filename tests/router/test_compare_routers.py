@@ -32,11 +32,6 @@ def test_table_takes_the_last_validation_of_the_runs_that_ended(tmp_path: Path) 
     assert lines[2:] == ["| `top_k` | 2.000 | +0.000 | 1.50 | 10 |", "| `hash` | 2.125 | +0.125 | 1.25 | 10 |"]
 
 
-def test_the_page_has_a_place_for_the_table() -> None:
-    page = compare_routers.PAGE.read_text()
-    assert page.count(compare_routers.BEGIN) == 1 and page.count(compare_routers.END) == 1
-
-
 def test_routers_without_a_run_keep_their_rows(tmp_path: Path) -> None:
     write_run(tmp_path, "hash", [{"step": 9, "val_loss": 2.125, "balance": 1.25}])
     kept = "| `top_k` | 2.000 | +0.000 | 1.50 | 10 |"
