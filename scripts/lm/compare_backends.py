@@ -19,8 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts import train_lm
 from scripts.bench.common import REPOSITORY, RESULTS, of_kernels, write_json
-from scripts.command import argument_parser, need_hopper, positive, refuse, run_module
+from scripts.bench.identity import launched
+from scripts.command import argument_parser, need_hopper, positive, refuse
+from scripts.lm.run_folder import METRICS, SUMMARY
 
 BACKENDS = ("hopper", "torch")
 LIMIT = 0.01  # of the loss
@@ -47,14 +50,15 @@ def largest_difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, i
 
 
 def losses_of(backend: str, options: Sequence[str]) -> tuple[list[float], dict[str, Any]]:
-    """Train in a process of its own; the loss of each step, and the kernels that were launched."""
+    """The loss of each step of a training run, and the kernels that it launched."""
     with tempfile.TemporaryDirectory() as out:
-        kernels = Path(out) / "kernels.json"
-        command = ["scripts.train_lm", "--backend", backend, "--out", out, "--name", backend, *options]
-        if code := run_module("scripts.bench.launched", str(kernels), *command):
-            refuse(f"the run with backend {backend} ended with exit code {code}; nothing was written")
-        lines = (Path(out) / backend / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["loss"] for line in lines], json.loads(kernels.read_text())
+        with launched() as kernels:
+            code = train_lm.main(["--backend", backend, "--out", out, "--name", backend, *options])
+        folder = Path(out) / backend
+        if not (folder / SUMMARY).exists():  # a run that Ctrl-C stopped has exit code 0 too
+            refuse(f"the run with backend {backend} did not end (exit code {code}); nothing was written")
+        lines = (folder / METRICS).read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines], kernels
 
 
 def plot(record: dict[str, Any], path: Path) -> None:

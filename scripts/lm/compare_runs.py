@@ -190,8 +190,6 @@ def make(options: argparse.Namespace) -> bool:
             failed[str(training)] = str(error)[:200]
             print(f"  failed: {failed[str(training)]}", flush=True)
             continue
-        if row and options.untimed:
-            row["ms_a_step"] = None
         if row is None:
             print(f"{training} was stopped; the same command goes on", flush=True)
             whole = time.monotonic() - begin >= options.time_budget  # not by Ctrl-C
@@ -220,8 +218,6 @@ def main(words: list[str] | None = None) -> int:
     what = "cosines of the experts' weight gradients of one batch with float64's, too"
     parser.add_argument("--gradients", action="store_true", help=what)
     parser.add_argument("--again", action="store_true", help="make what the file has too")
-    what = "other programs run on the GPU meanwhile: leave a step's time out"
-    parser.add_argument("--untimed", action="store_true", help=what)
     what = "stop what still runs then"
     parser.add_argument("--time-budget", type=float, default=math.inf, metavar="SECONDS", help=what)
     parser.add_argument("--cpu", action="store_true", help="the short form, on a CPU")

@@ -24,6 +24,10 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = """--device cpu --steps 20 --layers 2 --d-model 32 --heads 2 --context 32 --d-expert 16 --num-experts 4
     --batch 4 --dropout 0.1 --val-every 5 --val-bytes 512 --log-every 4 --warmup 4"""
 
+Run = Callable[..., tuple[int, str]]
+Metrics = Callable[[Path], list[dict[str, Any]]]
+AtStep = Callable[[int, Callable[[], object]], None]
+
 
 @pytest.fixture(scope="session")
 def script() -> ModuleType:
@@ -45,7 +49,7 @@ def keeping_handlers() -> Iterator[None]:
 
 
 @pytest.fixture
-def run(script: ModuleType, capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str]]]:
+def run(script: ModuleType, capfd: pytest.CaptureFixture[str]) -> Iterator[Run]:
     """Run the script in this process: options -> exit code, what it printed."""
 
     def call(*options: object) -> tuple[int, str]:
@@ -58,7 +62,7 @@ def run(script: ModuleType, capfd: pytest.CaptureFixture[str]) -> Iterator[Calla
 
 
 @pytest.fixture
-def at_step(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], object]], None]:
+def at_step(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> AtStep:
     """Call something before the update of one step, once."""
 
     def call(step: int, happens: Callable[[], object]) -> None:
@@ -73,6 +77,17 @@ def at_step(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[[in
         monkeypatch.setattr(script.Trainer, "train_step", with_event)
 
     return call
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture
+def without_sample_and_picture(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither is made: they take most of the time of a short run."""
+    monkeypatch.setattr(script.GPT, "generate", lambda *arguments, **options: b"\0")
+    monkeypatch.setattr(script.run_folder, "plot", lambda *arguments: None)
 
 
 @pytest.fixture
@@ -92,6 +107,14 @@ def start() -> Callable[..., subprocess.Popen[str]]:
     return call
 
 
+def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step") and int(line.split()[1].split("/")[0]) >= step:
+            return
+    raise AssertionError(process.communicate())
+
+
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text")
@@ -107,7 +130,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def metrics() -> Callable[[Path], list[dict[str, Any]]]:
+def metrics() -> Metrics:
     return read_metrics
 
 

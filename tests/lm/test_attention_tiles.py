@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +16,9 @@ from scripts.lm import model as lm
 from scripts.lm.model import GPT, Block, Output
 from scripts.lm.ranks import Ranks
 from scripts.lm.settings import FORMULATIONS, GPTConfig
+from tests.lm.conftest import AtStep, Metrics, Run, interrupt
 
-Run = Callable[..., tuple[int, str]]
-Metrics = Callable[[Path], list[dict[str, Any]]]
-AtStep = Callable[[int, Callable[[], object]], None]
+pytestmark = pytest.mark.usefixtures("without_sample_and_picture")
 
 SMALL = GPTConfig(layers=2, d_model=32, heads=2, context=16, d_expert=16, num_experts=4, top_k=2, dropout=0.1)
 IDS = torch.randint(256, (8, 17), generator=torch.Generator().manual_seed(0))
@@ -138,13 +135,6 @@ def test_validation_takes_windows_of_any_number_and_length(script: Any, text: Pa
 # ---- scripts/train_lm --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def without_sample_and_picture(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which take most of the time of a short run."""
-    monkeypatch.setattr(script.GPT, "generate", lambda *arguments, **options: b"\0")
-    monkeypatch.setattr(script.run_folder, "plot", lambda *arguments: None)
-
-
 def summary(folder: Path) -> dict[str, Any]:
     made: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return made
@@ -163,7 +153,7 @@ def test_a_run_in_tiles_goes_on(
 ) -> None:
     """To the bit with as many tiles, and with another number but for rounding, which is then the run's."""
     options = [*tiny, "--attention-tiles", tiles, "--out", tmp_path]
-    at_step(7, lambda: signal.raise_signal(signal.SIGINT))
+    at_step(7, interrupt)
     code, printed = run(*options, "--name", "cut")
     assert code == 0 and "stopped after step 8 of 20" in printed
     code, printed = run("--resume", "--out", tmp_path, "--device", "cpu", "--attention-tiles", 3)

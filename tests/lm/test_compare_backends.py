@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from scripts.bench.common import REPOSITORY
 from scripts.lm import compare_backends
 
 
@@ -46,39 +43,31 @@ def test_verdict_and_picture(factor: float, code: int, tmp_path: Path, monkeypat
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_two_runs_launched_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_module(wrapper: str, kernels: str, program: str, *options: str) -> int:
-        assert (wrapper, program) == ("scripts.bench.launched", "scripts.train_lm")
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_record_names_the_kernels_of_both_runs(ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was stopped leaves no record."""
+    kernels: dict[str, dict[str, str]] = {}
+
+    def train(options: list[str]) -> int:
         words = dict(zip(options[::2], options[1::2], strict=True))
         folder = Path(words["--out"]) / words["--name"]
         folder.mkdir()
         (folder / "metrics.jsonl").write_text("".join(f'{{"loss": {loss}}}\n' for loss in curve(9)))
-        Path(kernels).write_text(json.dumps({words["--backend"]: {"file": "up.cu"}}))
+        if ends:
+            (folder / "summary.json").write_text("{}")
+        kernels[words["--backend"]] = {"file": "up.cu"}
         return 0
 
-    monkeypatch.setattr(compare_backends, "run_module", run_module)
+    monkeypatch.setattr(compare_backends.train_lm, "main", train)
+    monkeypatch.setattr(compare_backends, "launched", lambda: nullcontext(kernels))
     monkeypatch.setattr(compare_backends, "need_hopper", lambda: None)
     out = tmp_path / "curves.json"
     monkeypatch.setattr("sys.argv", ["", "--train", "--results", str(out), "--picture", str(tmp_path / "curves.png")])
+    if not ends:
+        with pytest.raises(SystemExit):
+            compare_backends.main()
+        assert not out.exists()
+        return
     assert compare_backends.main() == 0
     record = json.loads(out.read_text())
     assert record["of"]["kernels"] == [*record["kernels"]] == ["hopper", "torch"] and record["largest_difference"] == 0
-
-
-def test_a_program_runs_as_it_is_and_its_kernels_are_written_down(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text("import sys; print(sys.argv[1:], __name__); sys.exit(int(sys.argv[2]))")
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    command = [
-        sys.executable,
-        "-m",
-        "scripts.bench.launched",
-        str(tmp_path / "kernels.json"),
-        "program",
-        "--steps",
-        "3",
-    ]
-    ran = subprocess.run(
-        command, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
-    assert (ran.returncode, ran.stdout) == (3, "['--steps', '3'] __main__\n"), ran.stderr
-    assert json.loads((tmp_path / "kernels.json").read_text()) == {}

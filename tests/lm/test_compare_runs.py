@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,7 @@ from scripts.lm.dense import Dense
 from scripts.lm.model import GPT
 from scripts.lm.settings import PRESETS, Config
 from scripts.lm.training_items import BASE, ITEMS, RUNS, SHORT, config_of
-from tests.lm.conftest import keeping_handlers
-
-Stop = Callable[[int, Callable[[], object]], None]
+from tests.lm.conftest import AtStep, interrupt, keeping_handlers
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,8 +44,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert compare_runs.main(["all", "--seeds", "0", *words]) == 0
     assert compare_runs.main(["accuracy", "--runs", "ours,dense", *words]) == 0
     assert compare_runs.main(["fp8", "--seeds", "0", "--gradients", *words]) == 0
-    words[2] = str(folder / "untimed.json")
-    assert compare_runs.main(["float64", "--runs", "ours", "--seeds", "0", "--untimed", *words]) == 0
     assert not [*(folder / "runs").iterdir()], "what has ended goes"
     return folder / "training.json"
 
@@ -62,11 +58,6 @@ def test_every_run_is_made_once_and_says_what_it_is_of(made: Path) -> None:
         assert row["validation"][-1][0] == row["settings"]["steps"] and row["ms_a_step"] > 0 and not earlier(row)
         assert {"gpu", "measured", "versions", "kernels"} <= row["of"].keys()
     assert {"gpu", "versions", "sources_sha256", "protocol"} <= record.keys()
-
-
-def test_what_runs_beside_other_programs_has_no_times(made: Path) -> None:
-    (row,) = read_json(made.parent / "untimed.json")["rows"]
-    assert row["ms_a_step"] is None and row["losses"]
 
 
 def test_all_programs_begin_alike(made: Path) -> None:
@@ -183,7 +174,7 @@ def test_a_run_that_is_there_is_not_made_again(made: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("by", ["ctrl-c", "budget"])
-def test_a_run_that_is_stopped_goes_on(by: str, tmp_path: Path, at_step: Stop, made: Path) -> None:
+def test_a_run_that_is_stopped_goes_on(by: str, tmp_path: Path, at_step: AtStep, made: Path) -> None:
     words = [
         "capacity",
         "--runs",
@@ -196,7 +187,7 @@ def test_a_run_that_is_stopped_goes_on(by: str, tmp_path: Path, at_step: Stop, m
     ]
     words += ["--folder", str(tmp_path / "runs")]
     if by == "ctrl-c":
-        at_step(3, lambda: compare_runs.signal.raise_signal(compare_runs.signal.SIGINT))
+        at_step(3, interrupt)
         assert compare_runs.main(words) == 130
     else:
         at_step(3, lambda: compare_runs.time.sleep(1.5))

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,10 @@ import torch.multiprocessing as mp
 from lm_ranks import Run, run_rank
 
 from scripts.lm.compare_backends import largest_difference
+from tests.lm.conftest import AtStep, Metrics, wait_for_step
+from tests.lm.conftest import Run as Main
 
 ROOT = Path(__file__).resolve().parents[2]
-Main = Callable[..., tuple[int, str]]
-Metrics = Callable[[Path], list[dict[str, Any]]]
-AtStep = Callable[[int, Callable[[], object]], None]
 
 
 @pytest.fixture(scope="module")
@@ -181,14 +179,6 @@ def torchrun(*options: str, ranks: int = 2) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step") and int(line.split()[1].split("/")[0]) >= step:
-            return
-    raise AssertionError(process.communicate())
 
 
 def pid_of_rank(launcher: int, rank: int) -> int:

@@ -6,7 +6,6 @@ import os
 import re
 import resource
 import shlex
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,20 +16,9 @@ import torch
 
 from scripts.lm import run_folder
 from scripts.lm.model import load_data
+from tests.lm.conftest import AtStep, Run, interrupt
 
-Run = Callable[..., tuple[int, str]]
-AtStep = Callable[[int, Callable[[], object]], None]
-
-
-def interrupt() -> None:
-    signal.raise_signal(signal.SIGINT)
-
-
-@pytest.fixture(autouse=True)
-def without_sample_and_picture(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which take most of the time of a short run."""
-    monkeypatch.setattr(script.GPT, "generate", lambda *arguments, **options: b"\0")
-    monkeypatch.setattr(script.run_folder, "plot", lambda *arguments: None)
+pytestmark = pytest.mark.usefixtures("without_sample_and_picture")
 
 
 def test_two_runs_that_begin_together_have_a_folder_each(

@@ -15,30 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lm.conftest import TINY, keeping_handlers
+from tests.lm.conftest import TINY, AtStep, Metrics, Run, interrupt, keeping_handlers, wait_for_step
 
-Run = Callable[..., tuple[int, str]]
-Metrics = Callable[[Path], list[dict[str, Any]]]
 Start = Callable[..., subprocess.Popen[str]]
-AtStep = Callable[[int, Callable[[], object]], None]
-
-
-def interrupt() -> None:
-    signal.raise_signal(signal.SIGINT)
 
 
 @pytest.fixture(autouse=True)
 def short_samples(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which take most of the time of a short run."""
     monkeypatch.setattr(script, "SAMPLE_BYTES", 40)
-
-
-def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step") and int(line.split()[1].split("/")[0]) >= step:
-            return
-    raise AssertionError(process.communicate())
 
 
 def same_weights(a: Path, b: Path) -> bool:
