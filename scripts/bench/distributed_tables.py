@@ -19,7 +19,7 @@ def dispatcher(row: Record) -> str:
 
 
 def over_one_gpu(record: Record) -> list[Record]:
-    """The layers over GPUs, with their peak over that of one GPU with the same sizes."""
+    """The layers over GPUs, with their peak over one GPU's with the same sizes."""
     alone = {plain_shape(row): row["alone_MiB"] for row in record.get("ep", []) if row.get("alone_MiB")}
     return [
         row | {"of_one": row.get("peak_MiB", math.nan) / alone.get(plain_shape(row), math.nan)}

@@ -13,7 +13,7 @@ Entry = tuple[str, Source] | tuple[str, Source, int | None]
 
 
 def look_up(row: Record, path: str) -> Any:
-    """What lies in a row at "key.key", None where nothing does; "path / path" is the quotient of two numbers."""
+    """The value in a row at "key.key", None if it is missing; "path / path" is the quotient of two numbers."""
     above, quotient, below = path.partition(" / ")
     if quotient:
         dividend, divisor = look_up(row, above), look_up(row, below)

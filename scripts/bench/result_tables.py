@@ -206,7 +206,7 @@ def gather_cost(record: Record) -> str:
 
 
 def experts_growth(record: Record) -> str:
-    """What a dispatch for the most experts takes over one for the fewest, one sentence."""
+    """The time of a dispatch for the most experts over one for the fewest, one sentence."""
     rows = sorted(record.get("series", {}).get("E", []), key=lambda row: row["E"])
     if not rows:
         return NOT_MEASURED
