@@ -63,7 +63,7 @@ def test_the_same_seed_gives_the_same_run_in_steps_or_at_once() -> None:
         (lambda stepper: stepper.shared(0, 8192), ValueError, "expected bytes below 256"),
         (lambda stepper: stepper.step(0), ValueError, "count: expected at least 1"),
         (lambda stepper: stepper.matrix(["nobody"]), KeyError, "nobody"),
-        (lambda stepper: stepper.until("wgmma"), RuntimeError, "text: expected that of an instruction"),
+        (lambda stepper: stepper.until("wgmma"), RuntimeError, "text: expected an instruction that still runs"),
     ],
 )
 def test_what_there_is_not(ask: Callable[[ptxsim.Stepper], object], error: type[Exception], said: str) -> None:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from scripts.bench import expert_parallel
-from scripts.bench.distributed_tables import expert_parallel_table
+from scripts.bench.tables import TABLES
 
 
 def test_rows_of_all_dispatchers(tmp_path: Path) -> None:
@@ -19,6 +19,6 @@ def test_rows_of_all_dispatchers(tmp_path: Path) -> None:
     assert made == [(1, "symmetric"), (2, "symmetric"), *((1, name) for name in ("all_to_all", "capacity", "vdev_2d"))]
     row = record["ep"][0]
     assert row["cfg"] == {"T": 64, "d": 64, "n": 32, "E": 8, "K": 2} and row["fwd_ms"] > 0 and row["payload_MiB"] == 0
-    assert "| 64, 64, 32, 8, 2 | 1 | `Symmetric` |" in expert_parallel_table(record)
+    assert "| 64, 64, 32, 8, 2 | 1 | `Symmetric` |" in TABLES["expert_parallel"](record)
     why = "`all_to_all_vdev_2d`, the exchange alone (absent: needs GPUs, got ranks on cpu) | – |"
-    assert why in expert_parallel_table(record)
+    assert why in TABLES["expert_parallel"](record)

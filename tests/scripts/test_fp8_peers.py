@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blazeproto.gemm import Sizes
-from scripts.bench import fp8_peers, fp8_tables
+from scripts.bench import fp8_peers
+from scripts.bench.tables import TABLES
 from scripts.bench.timing import Machine
 
 SHAPE = Sizes(128, 256, 128, 4, 2)
@@ -68,6 +69,6 @@ def test_the_table_has_a_line_for_each_shape() -> None:
     }
     without = row | {"cfg": SHAPE._replace(T=256)._asdict()}
     record = {"rows": [row, without], "products": [{"cfg": SHAPE._asdict(), "tflops": {"up": 1000, "down": 900}}]}
-    lines = fp8_tables.peers_table(record).splitlines()[2:4]
+    lines = TABLES["fp8_peers"](record).splitlines()[2:4]
     assert lines[0].endswith("| 2.00 | 1.50 | – | – | 1 000 | 900 |")
     assert lines[1].endswith("| 2.00 | 1.50 | – | – | – | – |")

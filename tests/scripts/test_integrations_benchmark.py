@@ -9,7 +9,8 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers 5.17 or later")
 
 from blazeproto.integrations.transformers import experts_forward, register
-from scripts.bench import integrations, result_tables, timing
+from scripts.bench import integrations, timing
+from scripts.bench.tables import TABLES
 from scripts.bench.timing import Machine
 
 QWEN, GPT_OSS, CPU = integrations.SMALL_QWEN, integrations.SMALL_GPT_OSS, Machine("cpu", 1)
@@ -114,6 +115,6 @@ def test_the_table() -> None:
     row = {"ms": {"grouped_mm": 3.0, "blazeproto": 2.0}, "peak_MiB": {"grouped_mm": 4.0, "blazeproto": 3.0}}
     then = {"gpu": "a GPU", "measured": "then", "versions": "torch 2.11.0"}
     gpt_oss = row | {"of": then | {"kernels": []}}
-    table = result_tables.integrations_table({"parts": {"qwen": row | {"of": then}, "gpt_oss": gpt_oss}})
+    table = TABLES["integrations"]({"parts": {"qwen": row | {"of": then}, "gpt_oss": gpt_oss}})
     assert "| gpt-oss's experts, forward + backward | 2.00 | 3.00 | 1.50 | 0.75 |" in table
     assert "| training step of Qwen3-MoE, 4 layers † | 2.00 |" in table and "then. †: of earlier kernels." in table

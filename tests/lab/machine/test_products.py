@@ -53,7 +53,7 @@ SHARED = {"one row block": Sizes(96, 72, 136, 2, 2), "several": Sizes(400, 72, 2
 
 
 def trial_at(name: str, sizes: Sizes, config: TileConfig | None) -> Trial:
-    """Of experts of which half have no rows, and pairs of which some are elsewhere."""
+    """Half of the experts have no rows, and some pairs are elsewhere."""
     case = make_case(sizes, "half_empty", sentinels=0.2, device="cpu")
     return Trial(PRODUCTS[name].run, PRODUCTS[name].spec, case, {"activation": case.activation}, config=config)
 
