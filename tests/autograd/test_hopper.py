@@ -10,8 +10,8 @@ import torch
 
 from blazeproto.activations import ACTIVATIONS, clamped_swiglu
 from blazeproto.autograd import SavePolicy, hopper_backend, saved_bytes
+from tests.autograd.cases import WEIGHTS
 from tests.autograd.comparison import assert_as_good_as, assert_close, assert_same_bits
-from tests.autograd.conftest import WEIGHTS
 from tests.autograd.test_against_reference import ROUTINGS
 from tests.gpu import Captured, no_waiting
 from tests.refusals import refuses

@@ -21,8 +21,8 @@ from blazeproto.activations import ACTIVATIONS, clamped_swiglu
 from blazeproto.autograd import SavePolicy, hopper_backend, mlp, operators, private, steps
 from blazeproto.dispatch import Dispatch
 from blazeproto.gemm import TWINS, down_backward, fused, linear, reduce, up, weight
+from tests.autograd.cases import WEIGHTS
 from tests.autograd.comparison import assert_same_bits
-from tests.autograd.conftest import WEIGHTS
 from tests.autograd.test_against_reference import ROUTINGS
 from tests.integrations import test_grouped as grouped
 
@@ -107,7 +107,11 @@ def transpose(case):
 
 @pytest.fixture
 def over(watch):
+<<<<<<< HEAD
     """For each backward's launch, whether dH lies over H."""
+=======
+    """Whether dH lies over H, for each launch of the down projection's backward."""
+>>>>>>> h57-ta
     found = []
     watch(down_backward, "launch", lambda *args, dh, **_: found.append(dh.data_ptr() == args[2].data_ptr()))
     return found

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from blazeproto.autograd import LowRank, SavePolicy, chunks, saved_bytes, steps, torch_backend
+from tests.autograd.cases import WEIGHTS
 from tests.autograd.comparison import assert_close
-from tests.autograd.conftest import WEIGHTS
 from tests.refusals import refuses
 
 POLICIES = [policy.value for policy in SavePolicy]

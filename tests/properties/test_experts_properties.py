@@ -20,10 +20,10 @@ from torch import Tensor
 from blazeproto.activations import ACTIVATIONS, activate, activate_backward, activation_named, clamped_swiglu
 from blazeproto.dispatch import Dispatch
 from blazeproto.lab.oracle import dispatch_fixed
-from tests.autograd import conftest
+from tests.autograd import cases
 from tests.autograd.comparison import assert_same_bits
 
-NAMES = conftest.NAMES[:6]  # without low-rank factors
+NAMES = cases.NAMES[:6]  # without low-rank factors
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 # dtypes of x, of weights and biases, and of autocast
@@ -38,7 +38,7 @@ POLICIES = ["minimal", "paper", "recompute"]
 
 
 @dataclass
-class Case(conftest.Case):
+class Case(cases.Case):
     """With a dispatch instead of ids, options of the call, and autocast."""
 
     dispatch: Dispatch | None = None
@@ -244,7 +244,7 @@ def try_bad_tokens(data: Any) -> None:
     visited = problem.row_expert[bad[problem.row_token]]
     others = torch.ones(case.options["num_experts"], dtype=torch.bool)
     others[visited] = False
-    for name in conftest.WEIGHTS:
+    for name in cases.WEIGHTS:
         if name in got:
             assert torch.equal(got[name][others], clean[name][others]), name
     pairs = torch.ones(case.scores.numel(), dtype=torch.bool)
