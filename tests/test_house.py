@@ -267,7 +267,7 @@ CEILINGS = {
     "blazeproto/lab/**/*.py": 2843,
     "ptxsim/*.py": 2900,
     "scripts/**/*.py": 9375,
-    "tests/**/*.py ptxsim/tests/**/*.py": 23098,
+    "tests/**/*.py ptxsim/tests/**/*.py": 23141,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 4796,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

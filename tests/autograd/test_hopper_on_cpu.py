@@ -107,11 +107,7 @@ def transpose(case):
 
 @pytest.fixture
 def over(watch):
-<<<<<<< HEAD
     """For each backward's launch, whether dH lies over H."""
-=======
-    """Whether dH lies over H, for each launch of the down projection's backward."""
->>>>>>> h57-ta
     found = []
     watch(down_backward, "launch", lambda *args, dh, **_: found.append(dh.data_ptr() == args[2].data_ptr()))
     return found
