@@ -95,7 +95,7 @@ class DroppingMoE(PlainMoE):
     The experts are one batched product of (E, C, d), as in GShard (Lepikhin et al. 2021) and Switch Transformer (Fedus et al.
     2022). An expert's first C pairs are computed, the others are dropped: a dropped pair adds nothing and has no gradient. The
     output of a token that loses all its pairs is 0; a residual connection carries it on. First means by token, a token's K
-    choices together: Switch's order, whose K is 1, and MegaBlocks' code's. GShard's Algorithm 1, and Tutel, take all
+    choices together: the order of Switch, whose K is 1, and of MegaBlocks' code. GShard's Algorithm 1, and Tutel, take all
     first choices before any second one (`blazeproto.router.choices.Capacity` has both orders). So whether a pair is dropped does
     not depend on the tokens after it, but for their number T.
 

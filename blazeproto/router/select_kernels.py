@@ -1,6 +1,6 @@
 """Each expert picks its highest-ranked tokens. Nothing is sorted, but for the digits of one threshold.
 
-All choices are one selection: a choice ranks (token, expert) pairs by an integer,
+One selection serves all choices. A choice ranks (token, expert) pairs by an integer,
 
     bit 30    the token chose this expert       token rounding, capacity; nobody's in expert choice
     0 … 29    a code, larger is better          the score's bits (in [0, 1] they order as the score does), or K - 1 - slot

@@ -1,4 +1,4 @@
-"""What small kernels make, and which are faulty: tables of sources, with the part of the PTX ISA that says so."""
+"""Tables of small kernels: the result of each, or its fault, with the part of the PTX ISA that says so."""
 
 from __future__ import annotations
 

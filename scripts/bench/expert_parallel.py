@@ -42,6 +42,7 @@ from blazeproto.distributed import AllToAll, Symmetric, expert_parallel
 from blazeproto.gemm import Sizes
 from blazeproto.router.router import Routing
 from scripts.bench.common import MIB, REPOSITORY, cfg_of, free_memory
+from scripts.bench.rank_memory import CAPACITY
 from scripts.bench.running import TIMEOUT, Bench, Item, of_case, run
 from scripts.bench.timing import Machine, Row
 from scripts.command import some_of
@@ -54,7 +55,6 @@ LAYERS = {  # d, n, E, K
 SMALL = Sizes(64, 64, 32, 8, 2)
 IN_A_ROW = 8  # exchanges of a graph
 PATIENCE = 60  # seconds for torch's exchange
-CAPACITY = 1.25  # rows over the mean, of "capacity": `Symmetric` with a row_capacity
 Call = Callable[[], object]
 
 

@@ -12,12 +12,12 @@ from blazeproto.gemm.combine import column_slices
 from blazeproto.gemm.down_backward import score_partials
 from blazeproto.gemm.weight import DOWN, UP, workspace_elements
 from blazeproto.runtime.target import FIRST_DEVICE
-from scripts.bench.expert_parallel import CAPACITY
 from scripts.bench.markdown import Record, figure, number, plain_shape, table
 
 BF16, WORD = 2, 4  # bytes
 HOPPER = FIRST_DEVICE + 132  # as a device: its multiprocessors, by which weight gradients are cut
 RANKS = (2, 4, 8)
+CAPACITY = 1.25  # rows over the mean, of dispatcher "capacity": `Symmetric` with a row_capacity
 
 
 def peak_bytes(sizes: Sizes, ranks: int, row_capacity: int | None = None) -> int:

@@ -6,8 +6,8 @@ import pytest
 
 from blazeproto.gemm import Sizes
 from scripts.bench.common import RESULTS
-from scripts.bench.expert_parallel import CAPACITY, LAYERS
-from scripts.bench.rank_memory import peak_bytes
+from scripts.bench.expert_parallel import LAYERS
+from scripts.bench.rank_memory import CAPACITY, peak_bytes
 
 FILES = [file for gpu in ("h100", "h200") if (file := RESULTS.parent / gpu / "distributed.json").exists()]
 ROWS = [

@@ -79,7 +79,7 @@ ITEMS = {
     ),
     "moeblaze-dispatch": Item(
         kernels.dispatches,
-        tuple(Case(Sizes(T, 0, 0, E, K), "", name) for name, E, K, *_ in MODELS if name in DISPATCH),
+        tuple(Case(Sizes(T, 0, 0, E, K), "", name) for name, E, K in MODELS if name in DISPATCH),
         (Case(Sizes(1024, 0, 0, 16, 4), "", "DBRX"),),
         rounds=15,
     ),

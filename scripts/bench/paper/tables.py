@@ -1,4 +1,4 @@
-"""The papers' tables as we show them, on the terminal and in docs/papers.md: what was measured beside what is printed."""
+"""The papers' tables as docs/papers.md has them: what was measured beside what is printed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from rich.table import Table as RichTable
-
 from blazeproto import cost
-from scripts.bench.markdown import LABELS, Column, Record, number, origin, signs_of, table, with_figures
+from scripts.bench.markdown import LABELS, Column, Record, number, origin, table, with_figures
 from scripts.bench.paper import moeblaze_tables as moeblaze
 from scripts.bench.paper import sonicmoe_tables as sonicmoe
 from scripts.bench.paper import steps_tables as steps
@@ -121,19 +119,6 @@ def markdown(shown: Shown, record: Record) -> str:
     picture = f"![{shown.title}]({shown.picture})\n\n" if shown.picture else ""
     columns = with_figures(rows, shown.columns(rows))
     return f"{picture}{table(rows, columns)}\n\n{notes(shown, record)}"
-
-
-def terminal(shown: Shown, record: Record) -> RichTable:
-    """The table for a terminal, without its note."""
-    rows = shown.rows(record["rows"])
-    columns = shown.columns(rows)
-    made = RichTable(title=shown.title)
-    for head, _ in columns:
-        made.add_column(head, justify="right", overflow="fold")
-    for row, sign in zip(rows, signs_of(rows), strict=True):
-        first, *rest = (cell(row) for _, cell in columns)
-        made.add_row(first + sign, *rest)
-    return made
 
 
 TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
