@@ -41,7 +41,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,36 +53,22 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from blazeproto.distributed import check_overflow
 from blazeproto.runtime.arch import arch_of
-from blazeproto.runtime.optional import LAB, need
+from blazeproto.runtime.optional import need
 from scripts.bench.timing import SavedBytes
 from scripts.command import argument_parser, positive
 from scripts.lm import run_folder, sharding
 from scripts.lm.model import GPT, Batches, load_data
 from scripts.lm.ranks import Ranks, joined
-from scripts.lm.run_folder import (
-    CHECKPOINT,
-    CHECKSUMS,
-    CONFIG,
-    METRICS,
-    PICTURE,
-    SUMMARY,
-    CheckpointError,
-    SaveError,
-)
+from scripts.lm.run_folder import CHECKPOINT, CHECKSUMS, CONFIG, METRICS, PICTURE, SUMMARY, CheckpointError, SaveError
 from scripts.lm.settings import PRESETS, Config, add_options, check_acts, device_named
 
 SAMPLE_BYTES = 400
-RESUMED_WITH = {
-    "steps",
-    "data",
-    "attention_tiles",
-    "accumulate",
-    "group_size",
-    "reshard",
-}  # settings that may be others when a run goes on
+# Settings that may be others when a run goes on.
+RESUMED_WITH = {"steps", "data", "attention_tiles", "accumulate", "group_size", "reshard"}
 
 # ---- optimizer ---------------------------------------------------------------------------------------------------
 
@@ -102,44 +88,6 @@ def make_optimizer(model: GPT, config: Config) -> torch.optim.Optimizer:
         groups.setdefault((p.dim() >= 2, getattr(p, "device_mesh", None)), []).append(p)
     decays = [{"params": group, "weight_decay": config.weight_decay * decays} for (decays, _), group in groups.items()]
     return torch.optim.AdamW(decays, lr=config.lr, betas=(0.9, config.beta2), fused=True)
-
-
-# ---- what a person sees ------------------------------------------------------------------------------------------
-
-
-class Display:
-    """A bar with the latest numbers on a terminal, plain lines elsewhere."""
-
-    def __init__(self, steps: int, *, quiet: bool = False) -> None:
-        for package in LAB:
-            need(package)  # also the one that draws when the run ends
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-        self.console = Console(highlight=False, quiet=quiet)
-        self.steps, self.validated = steps, ""
-        columns = "step", MofNCompleteColumn(), BarColumn(bar_width=None), "{task.description}", TimeRemainingColumn()
-        self.progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
-        self.task = self.progress.add_task("", total=steps)
-
-    def say(self, text: str) -> None:
-        printable = text.encode(self.console.encoding, "backslashreplace").decode(self.console.encoding)
-        self.console.print(printable, markup=False, soft_wrap=True)
-
-    def update(self, line: dict[str, Any], saved_bytes: int) -> None:
-        done = line["step"] + 1
-        if "val_loss" in line:
-            self.validated = f"val {line['val_loss']:.3f}  "
-        numbers = (
-            f"loss {line['loss']:.3f}  {self.validated}{line['tokens_per_s'] / 1000:.1f}k tokens/s  "
-            f"balance {line['balance']:.2f}" + (f"  saved {saved_bytes / 2**20:.0f} MiB" if saved_bytes else "")
-        )
-        if not self.console.is_terminal:
-            self.say(f"step {done:5d}/{self.steps}  {numbers}")
-            return
-        self.progress.update(self.task, completed=done, description=numbers)
-        if "val_loss" in line:
-            self.say(f"step {done:5d}  validation loss {line['val_loss']:.4f} nats/byte")
 
 
 class Interrupt:
@@ -190,21 +138,19 @@ class Trainer:
         self.best: dict[str, Any] = {"val_loss": math.inf, "step": 0, "model": {}}
         self.metrics: list[dict[str, Any]] = []
 
+    def say(self, text: str) -> None:
+        if self.ranks.first:
+            print(text, flush=True)
+
     def save(self) -> None:
         """Write a checkpoint. SaveError on all ranks if that fails; then the one before is there, and no part of a new one."""
         random = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.device)
-        state: dict[str, Any] = {
-            "model": self.model.state_dict(),
-            "best": self.best,
-            "optimizer": self.optimizer.state_dict(),
-        }
-        if self.sharded:
-            shards = {"model": state["model"], "best": self.best["model"]}
-            shards["optimizer"] = sharding.optimizer_state(self.model, self.optimizer)
-            state = {"model": {}, "best": self.best | {"model": {}}, "optimizer": {}}
-        state |= {
+        state = {
+            "model": {} if self.sharded else self.model.state_dict(),
+            "best": self.best | ({"model": {}} if self.sharded else {}),
+            "optimizer": {} if self.sharded else self.optimizer.state_dict(),
             "step": self.step,
             "random": random,
             "seconds": self.seconds,
@@ -212,13 +158,21 @@ class Trainer:
             "config": dataclasses.asdict(self.config),
             "data": self.data,
         }
-        with ExitStack() as written:
-            checksums = {METRICS: run_folder.checksum_of(self.metrics)}
-            if self.sharded:
-                made = written.enter_context(sharding.written_shards(self.folder, self.step, shards, self.ranks))
-                state, checksums = state | made, checksums | made[CHECKSUMS]
-            state[CHECKSUMS] = checksums
+        written: Any = nullcontext({CHECKSUMS: {}})
+        if self.sharded:
+            shards = self.shards() | {"best": self.best["model"]}
+            written = sharding.written_shards(self.folder, self.step, shards, self.ranks)
+        with written as made:
+            checksums = made[CHECKSUMS] | {METRICS: run_folder.checksum_of(self.metrics)}
+            state |= made | {CHECKSUMS: checksums}
             self.ranks.of_first(partial(run_folder.save_checkpoint, self.folder / CHECKPOINT, state))
+
+    def shards(self) -> dict[str, Any]:
+        """This rank's part of the weights and of the optimizer, which has zeros before the first step."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": dict(get_optimizer_state_dict(self.model, self.optimizer)),
+        }
 
     def load(self) -> None:
         """Go back to where the checkpoint was made. CheckpointError if it cannot be read or does not fit this run."""
@@ -237,39 +191,32 @@ class Trainer:
         elif self.ranks.first:
             run_folder.warn_of_no_checksums(path)
         checksum = state.get(CHECKSUMS, {}).get(METRICS)
-        self.metrics = self.ranks.of_first(
-            lambda: run_folder.read_metrics(self.folder / METRICS, state["step"], checksum)
-        )
-        if self.sharded:
-            self.load_shards(state)
+        read = partial(run_folder.read_metrics, self.folder / METRICS, state["step"], checksum)
+        self.metrics = self.ranks.of_first(read)
         try:
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            for parameter, moments in self.optimizer.state.items():  # which torch compares with nothing, and writes to
-                for name in ("exp_avg", "exp_avg_sq"):
-                    if moments[name].shape != parameter.shape:
-                        raise ValueError(f"{name}: expected shape {parameter.shape}, got {moments[name].shape}")
+            if self.sharded:
+                self.load_shards(state)
+            else:
+                self.model.load_state_dict(state["model"])
+                self.optimizer.load_state_dict(state["optimizer"])
             torch.set_rng_state(state["random"]["cpu"])
             if self.device.type == "cuda" and "cuda" in state["random"]:
                 torch.cuda.set_rng_state(state["random"]["cuda"], self.device)
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(f"checkpoint: {path} holds another model ({error})") from error
-        self.step, self.seconds = state["step"], state["seconds"]
+        self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
         if then["attention_tiles"] == now["attention_tiles"]:  # else the next step counts them
             self.saved_bytes = state["saved_bytes"]
-        self.best = state["best"]
         if self.sharded and self.ranks.first:  # what a killed process has left takes space
             sharding.keep_only(self.folder, state["shards"])
 
     def load_shards(self, state: dict[str, Any]) -> None:
-        """Put this rank's part of a sharded checkpoint where ``state`` of one process has the whole."""
-        shards = {"model": self.model.state_dict(), "optimizer": sharding.optimizer_state(self.model, self.optimizer)}
+        """Read this rank's part of a sharded checkpoint, the best weights into ``state``."""
+        shards = self.shards()
         if state["best"]["step"]:  # of a validation
-            shards["best"] = sharding.clones(shards["model"])
+            shards["best"] = state["best"]["model"] = sharding.clones(shards["model"])
         sharding.load_shards(self.folder, state, shards, self.ranks)
-        sharding.set_optimizer_state(self.model, self.optimizer, shards["optimizer"])
-        state["model"], state["best"]["model"] = shards["model"], shards.get("best", {})
-        state["optimizer"] = self.optimizer.state_dict()
+        set_optimizer_state_dict(self.model, self.optimizer, shards["optimizer"])
 
     def train_step(self) -> Tensor:
         """One update. Returns (3,) on the device: loss, auxiliary loss, balance; of all ranks."""
@@ -323,15 +270,16 @@ class Trainer:
             check_overflow(self.model)  # or the loss would be of fewer experts
         return float(ranks.sum(total)) / count
 
-    def run(self, display: Display) -> bool:
+    def run(self) -> bool:
         """Train to the last step, or until interrupted. Returns whether it is done."""
-        config = self.config
+        config, path = self.config, self.folder / METRICS
         waiting: list[Tensor] = []  # numbers still on the device: reading them waits for it, so they are read together
         since = time.perf_counter()
         began = since - self.seconds
-        self.ranks.of_first(partial(run_folder.write_lines, self.folder / METRICS, self.metrics))
-        with Interrupt() as interrupt, display.progress:
-            while self.step < config.steps:
+        self.ranks.of_first(partial(run_folder.write_lines, path, self.metrics))
+        last = self.step == config.steps
+        with Interrupt() as interrupt:
+            while not last:
                 waiting.append(self.train_step())
                 last = self.step == config.steps or self.ranks.any(interrupt.asked)
                 validating = self.step % config.val_every == 0 or self.step == config.steps
@@ -339,20 +287,22 @@ class Trainer:
                 if not (saving or validating or self.step % config.log_every == 0):
                     continue
                 rows = torch.stack(waiting).tolist()
-                speed = len(rows) * config.batch * config.context / (time.perf_counter() - since)
-                lines = []
-                for step, (loss, aux_loss, balance) in enumerate(rows, self.step - len(rows)):
-                    line = {"step": step, "loss": loss, "aux_loss": aux_loss, "balance": balance}
-                    lines.append(line | {"lr": learning_rate(step, config), "tokens_per_s": round(speed, 1)})
+                speed = round(len(rows) * config.batch * config.context / (time.perf_counter() - since), 1)
+                names = ("step", "loss", "aux_loss", "balance", "lr", "tokens_per_s")
+                steps = range(self.step - len(rows), self.step)
+                lines = [
+                    dict(zip(names, (step, *row, learning_rate(step, config), speed), strict=True))
+                    for step, row in zip(steps, rows, strict=True)
+                ]
                 waiting.clear()
                 if validating:
                     lines[-1]["val_loss"] = val_loss = self.validate(config.val_bytes)
                     if val_loss < self.best["val_loss"]:
                         weights = sharding.clones(self.model.state_dict())
                         self.best = {"val_loss": val_loss, "step": self.step, "model": weights}
-                self.ranks.of_first(partial(run_folder.append_lines, self.folder / METRICS, lines))
+                self.ranks.of_first(partial(run_folder.append_lines, path, lines))
                 self.metrics += lines
-                display.update(lines[-1], self.saved_bytes)
+                self.say(self.progress())
                 if not math.isfinite(loss := lines[-1]["loss"] + lines[-1].get("val_loss", 0.0)):
                     raise FloatingPointError(
                         f"loss: expected a finite number, got {loss} at step {self.step}; try a lower --lr"
@@ -360,11 +310,17 @@ class Trainer:
                 self.seconds = time.perf_counter() - began
                 if saving:
                     self.save()
-                if last:
-                    break
                 since = time.perf_counter()
         self.ranks.of_first(partial(run_folder.plot, self.folder / PICTURE, self.metrics))
         return self.step == config.steps
+
+    def progress(self) -> str:
+        """The numbers of the last step, in a line."""
+        line = self.metrics[-1]
+        validated = f"val {line['val_loss']:.4f}  " if "val_loss" in line else ""
+        saved = f"  saved {self.saved_bytes / 2**20:.0f} MiB" if self.saved_bytes else ""
+        numbers = f"{validated}{line['tokens_per_s'] / 1000:.1f}k tokens/s  balance {line['balance']:.2f}{saved}"
+        return f"step {self.step:5d}/{self.config.steps}  loss {line['loss']:.3f}  {numbers}"
 
     def finish(self) -> dict[str, Any]:
         """Validate the best weights on more text, let them write some, and note how the run went."""
@@ -417,30 +373,24 @@ def opened_run(args: argparse.Namespace, ranks: Ranks) -> Iterator[Trainer]:
         raise ValueError("prompt: expected none without --sample")
     if args.timeout is not None and ranks.size == 1:
         raise ValueError(f"timeout: expected none on one rank, which waits for no other, got {args.timeout}")
+    given = given_settings(args)
     with ExitStack() as held:
-        folder, config = ranks.of_first(lambda: held.enter_context(locked_run(args, ranks.device)))
+        folder, config = ranks.of_first(lambda: held.enter_context(locked_run(args, given, ranks.device)))
         trainer = Trainer(config, folder, ranks)
         if args.resume:
             trainer.load()
-            given = given_settings(args)
             if given.keys() & (RESUMED_WITH - {"data"}):
-                settings = dataclasses.asdict(trainer.config)
-                ranks.of_first(partial(run_folder.write_config, folder / CONFIG, settings))
+                ranks.of_first(partial(run_folder.write_config, folder / CONFIG, dataclasses.asdict(config)))
             if ranks.first and "steps" in given:
                 (folder / SUMMARY).unlink(missing_ok=True)  # it goes on
         yield trainer
 
 
 @contextmanager
-def locked_run(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[Path, Config]]:
+def locked_run(args: argparse.Namespace, given: dict[str, Any], device: torch.device) -> Iterator[tuple[Path, Config]]:
     """The folder and the settings of the run that the options name."""
-    given = given_settings(args)
     if args.name is not None:
         run_folder.check_name(args.name)
-    if "data" in given:
-        if not given["data"]:
-            raise ValueError("data: expected a file or a folder, got ''")
-        given["data"] = str(Path(given["data"]).absolute())  # a run may be resumed from another folder
     if args.resume:
         if args.preset:
             raise ValueError(f"preset: expected none with --resume, a run keeps its settings, got {args.preset!r}")
@@ -448,7 +398,8 @@ def locked_run(args: argparse.Namespace, device: torch.device) -> Iterator[tuple
             yield folder, settings_of(folder, given)
         return
     hopper = device.type == "cuda" and arch_of(torch.cuda.get_device_capability(device)) is not None
-    config = dataclasses.replace(PRESETS[preset := args.preset or ("hopper" if hopper else "cpu")], **given)
+    preset = args.preset or ("hopper" if hopper else "cpu")
+    config = dataclasses.replace(PRESETS[preset], **given)
     check_acts(config, given)
     with run_folder.new_run(args.out, args.name, preset) as folder:
         run_folder.write_config(folder / CONFIG, dataclasses.asdict(config))
@@ -456,8 +407,12 @@ def locked_run(args: argparse.Namespace, device: torch.device) -> Iterator[tuple
 
 
 def given_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings that the command line has."""
-    return {f.name: value for f in dataclasses.fields(Config) if (value := getattr(args, f.name)) is not None}
+    """The settings that the command line has. ValueError for an empty path."""
+    given = {f.name: value for f in dataclasses.fields(Config) if (value := getattr(args, f.name)) is not None}
+    if given.get("data") == "":
+        raise ValueError("data: expected a file or a folder, got ''")
+    # A run may be resumed from another folder.
+    return given | ({"data": str(Path(given["data"]).absolute())} if "data" in given else {})
 
 
 def settings_of(folder: Path, given: dict[str, Any]) -> Config:
@@ -466,12 +421,11 @@ def settings_of(folder: Path, given: dict[str, Any]) -> Config:
         config = Config(**run_folder.read_config(folder / CONFIG))
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"checkpoint: {folder / CONFIG} cannot be read ({error})") from error
-    least = config.steps + (folder / SUMMARY).exists()
+    ended = (folder / SUMMARY).exists()
+    least, when = config.steps + ended, "has ended" if ended else "began"
     if given.get("steps", least) < least:
-        ended = "has ended" if least > config.steps else "began"
-        raise CheckpointError(
-            f"steps: expected at least {least}, as {folder} {ended} with {config.steps}, got {given['steps']}"
-        )
+        now = f"{folder} {when} with {config.steps}"
+        raise CheckpointError(f"steps: expected at least {least}, as {now}, got {given['steps']}")
     for name, value in given.items():
         if value != getattr(config, name) and name not in RESUMED_WITH:
             raise CheckpointError(f"{name}: expected {getattr(config, name)!r} as {folder} began, got {value!r}")
@@ -483,34 +437,33 @@ def resume_command(trainer: Trainer, args: argparse.Namespace) -> str:
     """To be pasted into a shell."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", "1")]
     words = [sys.executable, *(launcher if trainer.ranks.size > 1 else []), "-m", "scripts.train_lm", "--resume"]
-    words += ["--out", str(args.out.absolute())]
-    words += ["--name", trainer.folder.name]
+    words += ["--out", str(args.out.absolute()), "--name", trainer.folder.name]
     return shlex.join(words + (["--device", args.device] if args.device else []))
 
 
 def train(trainer: Trainer, args: argparse.Namespace) -> None:
     """Run to the end, or until interrupted, and say how it went."""
+    need("matplotlib")  # which draws when the run ends
     config, folder, ranks = trainer.config, trainer.folder, trainer.ranks
-    display = Display(config.steps, quiet=not ranks.first)
     on = str(trainer.device) if ranks.size == 1 else f"{ranks.size} ranks ({config.parallel}, {trainer.device.type})"
-    display.say(
+    trainer.say(
         f"{folder}: {trainer.parameters / 1e6:.1f} M parameters, {trainer.text_bytes / 1e6:.1f} MB of text, "
         f"{config.batch * config.context} bytes a step, router {config.router}, on {on}"
     )
-    if not trainer.run(display):
-        display.say(f"stopped after step {trainer.step} of {config.steps}; to go on: {resume_command(trainer, args)}")
+    if not trainer.run():
+        trainer.say(f"stopped after step {trainer.step} of {config.steps}; to go on: {resume_command(trainer, args)}")
         return
     summary = trainer.finish()
     result = f"validation loss {summary['val_loss']:.4f} nats/byte, by the weights of step {summary['best_step']}"
-    display.say(f"\n{summary['sample']}\n\n{result}; {summary['seconds']:.0f} s; {folder / PICTURE}")
+    trainer.say(f"\n{summary['sample']}\n\n{result}; {summary['seconds']:.0f} s; {folder / PICTURE}")
 
 
 def sample(args: argparse.Namespace) -> None:
     """Print text by the best weights of a checkpoint, whatever device and backend they were trained on."""
-    others = {"resume": args.resume or None, "preset": args.preset, "name": args.name, "out": args.out}
-    others |= {"timeout": args.timeout} | given_settings(args)
+    others = {name: getattr(args, name) for name in ("preset", "name", "out", "timeout")} | given_settings(args)
+    others |= {"resume": args.resume or None, "seed": None}
     for name, value in others.items():
-        if value is not None and name != "seed":
+        if value is not None:
             raise ValueError(f"{name}: expected none with --sample, got {value!r}")
     device = device_named(args.device)
     path = args.sample / CHECKPOINT if args.sample.is_dir() else args.sample
@@ -524,21 +477,22 @@ def sample(args: argparse.Namespace) -> None:
         if "shards" in state:
             if CHECKSUMS not in state:
                 run_folder.warn_of_no_checksums(path)
-            shards = {"best" if state["best"]["step"] else "model": model.state_dict()}
-            sharding.load_shards(path.parent, state, shards, Ranks(device), alone=True)
-            (weights,) = shards.values()
+            weights = model.state_dict()
+            which = "best" if state["best"]["step"] else "model"
+            sharding.load_shards(path.parent, state, {which: weights}, Ranks(device), alone=True)
         model.load_state_dict(weights)
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"checkpoint: {path} holds another model ({error})") from error
-    prompt = b"\0" if not args.prompt else args.prompt.encode(errors="surrogateescape")
+    prompt = args.prompt.encode(errors="surrogateescape") if args.prompt else b"\0"
     with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
         text = model.generate(prompt, SAMPLE_BYTES, seed=config.seed if args.seed is None else args.seed)
-    Display(0).say(text.removeprefix(b"\0").decode(errors="replace"))
+    print(text.removeprefix(b"\0").decode(errors="replace"))
 
 
 def main(arguments: list[str] | None = None) -> int:
     args = options().parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: before and after training, KeyboardInterrupt
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     trainer = ranks = None
     try:
         torch.use_deterministic_algorithms(True)  # with warn_only, flash attention's backward would not repeat itself
@@ -572,6 +526,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def go_on(trainer: Trainer | None, args: argparse.Namespace) -> str:
+    """The end of an error's line."""
     if trainer is None or not trainer.folder.exists():
         return ""
     if not (trainer.folder / CHECKPOINT).exists():

@@ -12,13 +12,12 @@ quickest round. saved: what autograd keeps after the forward, of micro after one
 forward and backward over what was there before, gradients included; on a CPU by the profiler.
 """
 
-import dataclasses
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from scripts.bench.common import MIB
+from scripts.bench.common import MIB, sizes_of_run
 from scripts.bench.running import Bench, Item, run
 from scripts.bench.timing import Machine, Row, saved_bytes
 from scripts.lm.model import GPT, VOCABULARY, Output
@@ -28,33 +27,22 @@ Tiled = tuple[Config, tuple[int, ...]]  # a model, and the numbers of tiles
 SMALL = Config(layers=2, d_model=64, heads=2, context=64, d_expert=32)
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
+def forward(model: GPT, ids: Tensor, tiles: int, *, bf16: bool) -> Output:
+    """The model's output for ids (B, context + 1), in ``tiles`` tiles."""
+    for block in model.blocks:
+        block.attention_tiles = tiles
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=bf16):
+        made: Output = model(ids[:, :-1], ids[:, 1:])
+    return made
+
+
+def step(model: GPT, ids: Tensor, tiles: int, micro: int, *, bf16: bool) -> None:
     """Forward and backward of ``ids`` in ``micro`` batches of ``tiles`` tiles each; no gradient is left behind."""
-
-    model: GPT
-    ids: Tensor  # (B, context + 1) bytes
-    bf16: bool
-    tiles: int = 1
-    micro: int = 1
-
-    def forward(self) -> Output:
-        """The first batch's."""
-        return self.forward_of(self.ids.chunk(self.micro)[0])
-
-    def forward_of(self, ids: Tensor) -> Output:
-        for block in self.model.blocks:
-            block.attention_tiles = self.tiles
-        with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.bf16):
-            made: Output = self.model(ids[:, :-1], ids[:, 1:])
-        return made
-
-    def __call__(self) -> None:
-        for ids in self.ids.chunk(self.micro):
-            out = self.forward_of(ids)
-            assert out.loss is not None
-            ((out.loss + out.aux_loss) / self.micro).backward()
-        self.model.zero_grad(set_to_none=True)
+    for part in ids.chunk(micro):
+        out = forward(model, part, tiles, bf16=bf16)
+        assert out.loss is not None
+        ((out.loss + out.aux_loss) / micro).backward()
+    model.zero_grad(set_to_none=True)
 
 
 def measure(case: Tiled, machine: Machine) -> list[Row]:
@@ -63,28 +51,31 @@ def measure(case: Tiled, machine: Machine) -> list[Row]:
     torch.manual_seed(config.seed)
     model = GPT(config).to(machine.device)
     ids = torch.randint(VOCABULARY, (config.batch, config.context + 1), device=machine.device)
-    steps = {f"tiled {G}": Step(model, ids, config.bf16, tiles=G) for G in tiles}
-    steps |= {f"micro {G}": Step(model, ids, config.bf16, micro=G) for G in tiles}
-    for step in steps.values():  # what the first call allocates for good is nobody's peak
-        step()
-    saved = {name: saved_bytes(step.forward, model.parameters()) / MIB for name, step in steps.items()}
-    peaks = {name: machine.peak_bytes(step) / MIB for name, step in steps.items()}
-    ms = machine.eager(steps)
-    rows = []
-    for G in tiles:
-        row: Row = {"tiles": G}
-        for kind in ("tiled", "micro"):
-            name = f"{kind} {G}"
-            row |= {f"{kind}_ms": round(ms[name], 3), f"{kind}_saved_MiB": round(saved[name], 2)}
-            row[f"{kind}_peak_MiB"] = round(peaks[name], 2)
-        rows.append(row)
-    return rows
+    programs = {f"tiled {G}": (G, 1) for G in tiles} | {f"micro {G}": (1, G) for G in tiles}
+    steps = {name: partial(step, model, ids, *parts, bf16=config.bf16) for name, parts in programs.items()}
+    for call in steps.values():  # what the first call allocates for good is nobody's peak
+        call()
+    saved, peaks = dict[str, float](), dict[str, float]()
+    for name, (G, micro) in programs.items():
+        first = partial(forward, model, ids.chunk(micro)[0], G, bf16=config.bf16)
+        saved[name] = saved_bytes(first, model.parameters()) / MIB
+        peaks[name] = machine.peak_bytes(steps[name]) / MIB
+    figures = {"ms": (machine.eager(steps), 3), "saved_MiB": (saved, 2), "peak_MiB": (peaks, 2)}
+    return [
+        {"tiles": G}
+        | {
+            f"{kind}_{field}": round(values[f"{kind} {G}"], digits)
+            for kind in ("tiled", "micro")
+            for field, (values, digits) in figures.items()
+        }
+        for G in tiles
+    ]
 
 
 def of_config(case: Tiled) -> Row:
     config, _ = case
-    cfg = {"T": config.batch * config.context, "d": config.d_model, "n": config.d_expert, "E": config.num_experts}
-    return {"cfg": cfg | {"K": config.top_k, "layers": config.layers, "sequences": config.batch}}
+    cfg: Row = sizes_of_run(config, config.batch)["cfg"]
+    return {"cfg": cfg | {"layers": config.layers, "sequences": config.batch}}
 
 
 FULL: list[Tiled] = [(PRESETS["hopper"], (1, 2, 4, 8, 16, 32, 64))]

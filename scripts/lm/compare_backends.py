@@ -11,7 +11,6 @@ the presets' learning rates that alone makes two runs of one backend differ by a
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import tempfile
@@ -20,19 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from scripts import train_lm
-from scripts.bench.common import REPOSITORY, RESULTS, of_kernels, write_json
+from scripts.bench.common import REPOSITORY, RESULTS, of_kernels, read_json, write_json
 from scripts.bench.identity import launched
-from scripts.command import argument_parser, need_hopper, positive, refuse
-from scripts.lm.run_folder import METRICS, SUMMARY
+from scripts.command import argument_parser, need_hopper, refuse
+from scripts.lm.run_folder import METRICS, SUMMARY, read_lines
 
 BACKENDS = ("hopper", "torch")
+SETTINGS = ["--batch=64", "--lr=3e-4", "--steps=500", "--val-every=500", "--checkpoint-every=500"]
 LIMIT = 0.01  # of the loss
 HALF_LIFE = 20  # steps
 
 
-def smoothed(losses: Sequence[float], half_life: float = HALF_LIFE) -> list[float]:
-    """Exponentially weighted mean of the losses so far."""
-    keep = 0.5 ** (1 / half_life)
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """Exponentially weighted mean of the losses so far, by HALF_LIFE."""
+    keep = 0.5 ** (1 / HALF_LIFE)
     total = weight = 0.0
     means = []
     for loss in losses:
@@ -49,31 +49,28 @@ def largest_difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, i
     return differences[step], step
 
 
-def losses_of(backend: str, options: Sequence[str]) -> tuple[list[float], dict[str, Any]]:
-    """The loss of each step of a training run, and the kernels that it launched."""
+def losses_of(backend: str) -> list[float]:
+    """The loss of each step of a training run."""
     with tempfile.TemporaryDirectory() as out:
-        with launched() as kernels:
-            code = train_lm.main(["--backend", backend, "--out", out, "--name", backend, *options])
+        code = train_lm.main(["--backend", backend, "--out", out, "--name", backend, *SETTINGS])
         folder = Path(out) / backend
         if not (folder / SUMMARY).exists():  # a run that Ctrl-C stopped has exit code 0 too
             refuse(f"the run with backend {backend} did not end (exit code {code}); nothing was written")
-        lines = (folder / METRICS).read_text().splitlines()
-        return [json.loads(line)["loss"] for line in lines], kernels
+        return [line["loss"] for line in read_lines(folder / METRICS)]
 
 
-def plot(record: dict[str, Any], path: Path) -> None:
+def plot(losses: dict[str, list[float]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 6), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    curves = {backend: record["losses"][backend] for backend in BACKENDS}
-    for (backend, losses), color in zip(curves.items(), ("#d1495b", "#00798c"), strict=True):
-        top.plot(losses, color=color, alpha=0.25, lw=0.8)
-        top.plot(smoothed(losses), color=color, lw=1.5, ls="-" if backend == "hopper" else "--", label=backend)
+    for backend, color, style in zip(BACKENDS, ("#d1495b", "#00798c"), ("-", "--"), strict=True):
+        top.plot(losses[backend], color=color, alpha=0.25, lw=0.8)
+        top.plot(smoothed(losses[backend]), color=color, lw=1.5, ls=style, label=backend)
     top.set(ylabel="training loss, nats a byte", title="One seed, two backends")
     top.legend(frameon=False)
-    hopper, torch = (smoothed(curves[backend]) for backend in BACKENDS)
-    bottom.plot([100 * (a - b) / b for a, b in zip(hopper, torch, strict=True)], color="#444444", lw=1)
+    pairs = zip(*(smoothed(losses[backend]) for backend in BACKENDS), strict=True)
+    bottom.plot([100 * (a - b) / b for a, b in pairs], color="#444444", lw=1)
     bottom.axhspan(-100 * LIMIT, 100 * LIMIT, color="#66a182", alpha=0.15)
     bottom.set(xlabel="step", ylabel="smoothed difference, %")
     figure.savefig(path, dpi=110)
@@ -82,27 +79,21 @@ def plot(record: dict[str, Any], path: Path) -> None:
 def main() -> int:
     parser = argument_parser("scripts.lm.compare_backends", __doc__)
     parser.add_argument("--train", action="store_true", help="make the two runs")
-    parser.add_argument("--steps", type=positive, default=500)
-    parser.add_argument("--batch", type=positive, default=64)
-    parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--results", type=Path, default=RESULTS / "curves.json")
     parser.add_argument("--picture", type=Path, default=REPOSITORY / "docs" / "curves.png")
     args = parser.parse_args()
     if args.train:
         need_hopper()
-        options = ["--batch", str(args.batch), "--lr", str(args.lr)]
-        for name in ("--steps", "--val-every", "--checkpoint-every"):
-            options += [name, str(args.steps)]
-        runs = {backend: losses_of(backend, options) for backend in BACKENDS}
-        losses = {backend: losses for backend, (losses, _) in runs.items()}
-        of = {"of": of_kernels({name: each for _, kernels in runs.values() for name, each in kernels.items()})}
-        difference, step = largest_difference(losses["hopper"], losses["torch"])
-        write_json(args.results, of | {"largest_difference": difference, "at_step": step, "losses": losses})
+        with launched() as kernels:
+            made = {backend: losses_of(backend) for backend in BACKENDS}
+        difference, step = largest_difference(made["hopper"], made["torch"])
+        record: dict[str, Any] = {"of": of_kernels(kernels), "largest_difference": difference, "at_step": step}
+        write_json(args.results, record | {"losses": made})
     if not args.results.is_file():
         refuse(f"--results: expected the losses of two runs, but there is no {args.results}; --train makes it")
-    record = json.loads(args.results.read_text())
-    difference, step = largest_difference(record["losses"]["hopper"], record["losses"]["torch"])
-    plot(record, args.picture)
+    losses = read_json(args.results)["losses"]
+    difference, step = largest_difference(losses["hopper"], losses["torch"])
+    plot(losses, args.picture)
     print(f"smoothed losses differ by at most {100 * difference:.2f} % (step {step}); the limit is {100 * LIMIT:.0f} %")
     return int(difference > LIMIT)
 

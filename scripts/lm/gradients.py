@@ -63,14 +63,6 @@ def cosines(config: Config, device: str) -> list[Row]:
             for name, a, b in zip(WEIGHTS, made, exact, strict=True):
                 there = b.flatten(1).norm(dim=1) > 0
                 found = cosine_similarity(a.flatten(1), b.flatten(1))[there]
-                rows.append(
-                    {
-                        "layer": layer,
-                        "weight": name,
-                        "precision": precision,
-                        "experts": len(found),
-                        "least": float(found.min()),
-                        "mean": float(found.mean()),
-                    }
-                )
+                figures = {"experts": len(found), "least": float(found.min()), "mean": float(found.mean())}
+                rows.append({"layer": layer, "weight": name, "precision": precision} | figures)
     return rows

@@ -24,6 +24,7 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,12 +34,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from blazeproto.runtime import checks
 from scripts.lm.run_folder import LOCK
 from scripts.lm.settings import FORMULATIONS, ROUNDING, GPTConfig
 
 VOCABULARY = 256  # every byte is a token, so there is no tokenizer and any file is data
-GREEDY_BELOW = 1e-30  # logits over a lower temperature overflow
 
 
 class Output(NamedTuple):
@@ -60,13 +59,10 @@ class Attention(nn.Module):
         self.out = nn.Linear(d_model, d_model, bias=False)
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        batch, length, d_model = x.shape
-        qkv = self.qkv(x).view(batch, length, 3, self.heads, d_model // self.heads)
-        qkv = qkv.permute(2, 0, 3, 1, 4)  # (3, B, heads, T, d / heads)
+        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (3, B, heads, T, d / heads)
         q, k = rotate(F.rms_norm(qkv[:2], qkv.shape[-1:]), rotation).to(qkv.dtype)
-        v = qkv[2]
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, d_model))
+        mixed = F.scaled_dot_product_attention(q, k, qkv[2], is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -173,31 +169,14 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompt: bytes, num_bytes: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:
-        """The prompt and ``num_bytes`` more bytes, each drawn from softmax(logits / temperature); at temperature 0 the likeliest.
-
-        Raises:
-            TypeError: the prompt is no bytes, num_bytes or seed no int, temperature no number.
-            ValueError: the prompt is empty, num_bytes is below 0, or temperature is below 0 or not finite.
-        """
-        if not isinstance(prompt, bytes):
-            raise TypeError(f"prompt: expected bytes, got {type(prompt).__name__}")
-        if not prompt:
-            raise ValueError("prompt: expected at least one byte, got none")
-        checks.integer("num_bytes", num_bytes, least=0)
-        checks.integer("seed", seed, least=-(2**63))
-        checks.number("temperature", temperature, least=0)
-        generator = torch.Generator().manual_seed(seed)
-        device = self.head.weight.device
-        training = self.training
+        """The prompt, at least a byte, and ``num_bytes`` more bytes, each drawn from softmax(logits / temperature)."""
+        generator, training = torch.Generator().manual_seed(seed), self.training
         self.eval()
         ids = list(prompt)
         for _ in range(num_bytes):
-            logits = self(torch.tensor([ids[-self.config.context :]], device=device)).logits[0, -1].cpu()
-            if temperature < GREEDY_BELOW:
-                ids.append(int(logits.argmax()))
-            else:
-                probabilities = torch.softmax(logits / temperature, dim=-1)
-                ids.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+            context = torch.tensor([ids[-self.config.context :]], device=self.head.weight.device)
+            probabilities = torch.softmax(self(context).logits[0, -1].cpu() / temperature, dim=-1)
+            ids.append(int(torch.multinomial(probabilities, 1, generator=generator)))
         self.train(training)
         return bytes(ids)
 
@@ -225,30 +204,28 @@ def at_least_fp32(x: Tensor) -> Tensor:
 
 # ---- text --------------------------------------------------------------------------------------------------------
 
-HELD_OUT = 16  # one file in so many
+HELD_OUT = 16  # one file of this number
+OF_PACKAGES = ("site-packages", "dist-packages", "__pycache__")
 
 
-def text_files(place: Path, pattern: str = "*", runs: Path | None = None) -> list[tuple[str, bytes]]:
-    """Relative path and content of each UTF-8 file below a folder, in the order of their paths.
+def text_files(place: Path, pattern: str = "*", runs: Path | None = None) -> dict[str, bytes]:
+    """Content of each UTF-8 file below a folder by its relative path, in the order of their paths.
 
     Files that training writes are left out: the folders of runs, and all of ``runs``, if it lies below the folder.
     """
     place, runs = place.resolve(), runs.resolve() if runs else None
-    above = {place, *place.parents}
-    by_training = cache(lambda folder: folder not in above and (folder == runs or (folder / LOCK).exists()))
-    found = []
+    by_training = cache(lambda folder: folder == runs or (folder / LOCK).exists())
+    found = {}
     for path in sorted(place.rglob(pattern)):
         parts = path.relative_to(place).parts
-        if any(part in ("site-packages", "dist-packages", "__pycache__") or part.startswith(".") for part in parts):
+        hidden = any(part in OF_PACKAGES or part.startswith(".") for part in parts)
+        below = {*path.resolve().parents} - {place, *place.parents}
+        if hidden or any(map(by_training, below)):
             continue
-        try:
+        with suppress(OSError, UnicodeDecodeError):
             content = path.read_bytes() if path.is_file() else b""
-            content.decode()
-            folders = path.resolve().parents
-        except (OSError, UnicodeDecodeError):
-            continue
-        if content and b"\0" not in content and not any(map(by_training, folders)):
-            found.append(("/".join(parts), content))
+            if b"\0" not in content and content.decode():
+                found["/".join(parts)] = content
     return found
 
 
@@ -269,16 +246,15 @@ def load_data(data: str, context: int, runs: Path | None = None) -> tuple[Tensor
         elif place.exists() and not place.is_file():
             raise OSError("a pipe or a device cannot be read again, as --resume must")
         else:
-            files = [(place.name, place.read_bytes())]
+            files = {place.name: place.read_bytes()}
     except OSError as error:
         raise ValueError(f"data: expected a file or a folder that can be read, got {place} ({error})") from error
-    parts: tuple[list[bytes], list[bytes]] = [], []
-    for name, content in files:
-        held_out = int(hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest(), 16) % HELD_OUT == 0
-        parts[held_out].append(content + b"\0")
-    train, validation = (b"".join(part) for part in parts)
+    names = {name: hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest() for name in files}
+    held_out = {name for name, digest in names.items() if int(digest, 16) % HELD_OUT == 0}
+    train = b"".join(content + b"\0" for name, content in files.items() if name not in held_out)
+    validation = b"".join(files[name] + b"\0" for name in files if name in held_out)
     if len(validation) <= context or len(train) <= context or len(files) == 1:
-        everything = b"".join(content + b"\0" for _, content in files)
+        everything = b"".join(content + b"\0" for content in files.values())
         cut = len(everything) - len(everything) // 10
         train, validation = everything[:cut], everything[cut:]
     if len(validation) <= context:

@@ -14,6 +14,7 @@ signal reaches, ends so too: the thread that listens ends the process.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -45,15 +46,16 @@ OF_EXCHANGES = re.compile(
 
 
 class Watch(threading.Thread):
-    """Says in the store that this rank is there, and ends the process where another one is gone.
+    """Says in torchrun's store that this rank is there, and ends the process where another one is gone."""
 
-    store: a connection of its own, since one that waits in another thread is locked.
-    """
-
-    def __init__(self, store: Any, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, timeout: float) -> None:
         super().__init__(daemon=True)
-        self.store, self.rank = store, rank
-        self.keys = [f"beat/{each}" for each in range(size)]
+        # A connection of its own, since one that waits in another thread is locked. A rank that torchrun starts again must not
+        # read what the one before said.
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=timeout))
+        self.store = dist.PrefixStore(f"train_lm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        self.rank, self.keys = rank, [f"beat/{each}" for each in range(size)]
         self.over = threading.Event()
         self.heard: dict[int, tuple[bytes, float]] = {}
         self.tell("0")
@@ -62,39 +64,53 @@ class Watch(threading.Thread):
     def tell(self, what: str) -> None:
         self.store.set(self.keys[self.rank], what)
 
+    def words(self) -> list[bytes]:
+        """The last word of each rank."""
+        said: list[bytes] = self.store.multi_get(self.keys)
+        return said
+
     def run(self) -> None:
-        beats = 0
-        while not self.over.wait(BEAT):
-            beats += 1
+        for beat in itertools.count(1):
+            if self.over.wait(BEAT):
+                return
             try:
-                self.tell(str(beats))
-                words = self.store.multi_get(self.keys)
+                self.tell(str(beat))
+                line = next(filter(None, map(self.verdict, range(len(self.keys)), self.words())), "")
             except RuntimeError as error:  # torchrun itself is gone, or rank 0's host
-                words, line = [], f"the store of torchrun does not answer ({str(error).splitlines()[0]})"
-            else:
-                line = next(filter(None, map(self.verdict, range(len(words)), words)), "")
+                line = f"the store of torchrun does not answer ({str(error).splitlines()[0]})"
             if line and not self.over.is_set():
                 print(f"error: rank {self.rank} ends: {line}; --resume goes on", file=sys.stderr, flush=True)
                 os._exit(1)
 
     def verdict(self, rank: int, word: bytes) -> str:
         """The fault of a rank that has said ``word``, or ""."""
-        now = time.monotonic()
-        last, since = self.heard.get(rank, (b"", now))
-        if word != last:
-            last, since = self.heard[rank] = word, now
-        text = word.decode()
+        now, text = time.monotonic(), word.decode()
+        if self.heard.get(rank, (b"",))[0] != word:
+            self.heard[rank] = word, now
+        silent = now - self.heard[rank][1]
         if rank == self.rank or text == DONE:
             return ""
         if text.startswith(ENDED):
-            return f"rank {rank} {text}" if now - since > GRACE else ""
-        return f"rank {rank} is gone: not a word for {SILENCE:.0f} s" if now - since > SILENCE else ""
+            return f"rank {rank} {text}" if silent > GRACE else ""
+        return f"rank {rank} is gone: not a word for {SILENCE:.0f} s" if silent > SILENCE else ""
 
     def leave(self, word: str) -> None:
         """The last word of this rank."""
         self.over.set()
         self.join()
         self.tell(word)
+
+    def tell_of(self, error: BaseException) -> None:
+        """This rank ends by an error: the others are told. If the error comes from a collective that failed, another rank is
+        likely gone: the watch then names it and ends this process."""
+        cause: BaseException | None = error
+        while cause is not None and not (isinstance(cause, RuntimeError) and OF_EXCHANGES.search(str(cause))):
+            cause = cause.__context__
+        if cause is not None:
+            for number in (signal.SIGINT, signal.SIGTERM):  # which torchrun sends when it has seen the rank end
+                signal.signal(number, signal.SIG_IGN)
+            self.join(SILENCE + GRACE)
+        self.leave(ENDED + (str(error).splitlines() or [""])[0] + f" ({type(error).__name__})")
 
 
 @dataclass
@@ -129,35 +145,28 @@ class Ranks:
         """Whether it is so on any rank. The host waits for the other hosts, not for the device."""
         return bool(self.sum(torch.tensor([int(flag)])))
 
-    def told(self, value: Any) -> Any:
+    def told(self, value: Made) -> Made:
         """Rank 0's value."""
-        if self.size == 1:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, src=0, device=HOST)
-        return values[0]
+        return self.of_first(lambda: value)
 
     def of_first(self, make: Callable[[], Made]) -> Made:
         """The result of rank 0's ``make``, on all ranks; if it raises, its error on all."""
-        made, error = self.told(_tried(make) if self.first else (None, None))
-        if error is not None:
-            raise error
-        return made
+        made: list[Any] = self.of_each(make if self.first else lambda: None)  # type: ignore[arg-type, return-value]
+        first: Made = made[0]
+        return first
 
     def of_each(self, make: Callable[[], Made]) -> list[Made]:
         """The results of all ranks' ``make``, on all ranks, in their order; if some raise, the first one's error on all."""
-        tried = [_tried(make)]
+        try:
+            tried: list[Any] = [(make(), None)]
+        except Exception as error:  # noqa: BLE001  by which every rank has to end
+            tried = [(None, error)]
         if self.size > 1:
             (own,), tried = tried, tried * self.size
             dist.all_gather_object(tried, own)
-        for _, error in tried:
-            if error is not None:
-                raise error
+        if errors := [error for _, error in tried if error is not None]:
+            raise errors[0]
         return [made for made, _ in tried]
-
-    def share(self, names: list[str]) -> list[str]:
-        """This rank's of names that all ranks have alike."""
-        return names[self.rank :: self.size]
 
     def rows(self, tensor: Tensor, parts: int = 1) -> list[Tensor]:
         """This rank's rows of each of ``parts`` equal parts of a batch."""
@@ -165,21 +174,11 @@ class Ranks:
 
     def repeats_first(self) -> bool:
         """Whether this rank has ended by the error that rank 0 has ended by, and that it prints."""
-        since = time.monotonic()
-        while self.watch is not None and not self.first and time.monotonic() - since < 1:
-            first, own = self.watch.store.multi_get([self.watch.keys[0], self.watch.keys[self.rank]])
-            if first == own:
-                return True
-            time.sleep(0.1)
-        return False
-
-
-def _tried(make: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """What ``make`` returns, and what it raises, by which every rank has to end."""
-    try:
-        return make(), None
-    except Exception as error:  # noqa: BLE001
-        return None, error
+        if self.watch is None or self.first:
+            return False
+        time.sleep(1)  # in which rank 0 says it
+        words = self.watch.words()
+        return words[0] == words[self.rank]
 
 
 @contextmanager
@@ -192,71 +191,48 @@ def joined(device: str | None, timeout: float) -> Iterator[Ranks]:
     Raises:
         ValueError: there is no such device, or fewer GPUs than ranks on this host.
     """
-    chosen = device_named(device)
-    if dist.is_initialized():
-        yield Ranks(chosen, dist.get_rank(), dist.get_world_size(), timeout)
-    elif not dist.is_torchelastic_launched():
-        try:
-            yield Ranks(chosen, timeout=timeout)
-        finally:
-            if dist.is_initialized():  # a mode that shards needs a group also on one rank
-                dist.destroy_process_group()
-    else:
-        watch = None
-        chosen = own_device(chosen, device)
+    chosen, ours = device_named(device), not dist.is_initialized()
+    if ours and dist.is_torchelastic_launched():
+        chosen = own_device(chosen)
         join(chosen, timeout)
-        ranks = Ranks(chosen, dist.get_rank(), dist.get_world_size(), timeout)
-        if ranks.size > 1:
-            # A rank that torchrun starts again must not read what the one before said.
-            place = f"train_lm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=timeout))
-            ranks.watch = watch = Watch(dist.PrefixStore(place, store), ranks.rank, ranks.size)
-        try:
-            yield ranks
-        except BaseException as error:
-            if watch is not None and not watch.over.is_set():
-                tell_of(error, watch)
-            raise
-        ranks.any(False)  # all have come here
-        if watch is not None:
-            watch.leave(DONE)
-        dist.destroy_process_group()
+    ranks = Ranks(chosen, timeout=timeout)
+    if dist.is_initialized():
+        ranks.rank, ranks.size = dist.get_rank(), dist.get_world_size()
+    if ours and ranks.size > 1:
+        ranks.watch = Watch(ranks.rank, ranks.size, timeout)
+    try:
+        yield ranks
+    except BaseException as error:
+        if ranks.watch is not None and not ranks.watch.over.is_set():
+            ranks.watch.tell_of(error)
+        ours = ours and ranks.watch is None  # a group that has lost a rank cannot be left
+        raise
+    finally:
+        if ours and ranks.watch is not None:
+            ranks.any(False)  # all have come here
+            ranks.watch.leave(DONE)
+        if ours and dist.is_initialized():  # a mode that shards needs a group also on one rank
+            dist.destroy_process_group()
 
 
 def join(device: torch.device, timeout: float) -> None:
     """A process group of torchrun's processes, or of this one alone."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    alone: dict[str, Any] = (
-        {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    )
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **alone)
+    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    given = {} if dist.is_torchelastic_launched() else alone
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **given)
 
 
-def own_device(device: torch.device, name: str | None) -> torch.device:
+def own_device(device: torch.device) -> torch.device:
     """The GPU of this rank, chosen; the CPU stays."""
     if device.type != "cuda":
         return device
     here, local = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
     if device.index is not None:
-        raise ValueError(
-            f"device: expected cpu or cuda under torchrun, where each rank has a GPU of its own, got {name!r}"
-        )
+        expected = "cpu or cuda under torchrun, where each rank has a GPU of its own"
+        raise ValueError(f"device: expected {expected}, got '{device}'")
     if local > here:
         raise ValueError(f"device: expected a GPU for each of {local} ranks on this host, got {here}")
     own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(own)
     return own
-
-
-def tell_of(error: BaseException, watch: Watch) -> None:
-    """This rank ends by an error: the others are told. If the error comes from a collective that failed, another rank is likely
-    gone: the watch then names it and ends this process."""
-    cause: BaseException | None = error
-    while cause is not None and not (isinstance(cause, RuntimeError) and OF_EXCHANGES.search(str(cause))):
-        cause = cause.__context__
-    if cause is not None:
-        for number in (signal.SIGINT, signal.SIGTERM):  # which torchrun sends when it has seen the rank end
-            signal.signal(number, signal.SIG_IGN)
-        watch.join(SILENCE + GRACE)
-    watch.leave(ENDED + (str(error).splitlines() or [""])[0] + f" ({type(error).__name__})")

@@ -27,16 +27,10 @@ CHECKPOINT, METRICS, CONFIG = "checkpoint.pt", "metrics.jsonl", "config.json"
 SUMMARY, PICTURE, LOCK = "summary.json", "loss.png", "train_lm.lock"
 CHECKSUM, CHECKSUMS = "checksum", "checksums"  # in config.json; in checkpoint.pt, by file
 FOLDER = 0x10  # of a record's attributes in a zip file
-OF_FORMATS = (pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, struct.error)
-UNREADABLE = (
-    OSError,
-    RuntimeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    EOFError,
-    *OF_FORMATS,
-)  # a damaged file raises
+UNREADABLE = (  # a damaged file raises
+    OSError, RuntimeError, ValueError, LookupError, AttributeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile,
+    zlib.error, struct.error,
+)  # fmt: skip
 FIELDS = {
     "step": int, "model": dict, "best": dict, "optimizer": dict, "random": dict, "seconds": float, "saved_bytes": int,
     "config": dict, "data": str,
@@ -69,8 +63,17 @@ def new_run(runs: Path, name: str | None, preset: str) -> Iterator[Path]:
     Raises:
         ValueError: ``name`` exists already, or no folder can be made.
     """
-    missing = [place for place in (runs, *runs.parents) if not place.exists()]
-    folder = _make(runs, name, preset)
+    names = [name] if name else (preset if count == 1 else f"{preset}-{count}" for count in itertools.count(1))
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        for folder in (runs / each for each in names):
+            with suppress(FileExistsError):
+                folder.mkdir()
+                break
+        else:
+            raise ValueError(f"name: expected a new run, but {runs / str(name)} exists; --resume goes on with it")
+    except OSError as error:
+        raise ValueError(f"out: expected a folder that runs can be made in, got {runs} ({error})") from error
     try:
         with locked(folder):
             yield folder
@@ -78,22 +81,8 @@ def new_run(runs: Path, name: str | None, preset: str) -> Iterator[Path]:
         if not any(file.stat().st_size for file in (folder / METRICS, folder / CHECKPOINT) if file.exists()):
             shutil.rmtree(folder)
             with suppress(OSError):  # another run lies there
-                for place in missing:
-                    place.rmdir()
+                runs.rmdir()
         raise
-
-
-def _make(runs: Path, name: str | None, preset: str) -> Path:
-    names = [name] if name else (preset if count == 1 else f"{preset}-{count}" for count in itertools.count(1))
-    try:
-        runs.mkdir(parents=True, exist_ok=True)
-        for each in names:
-            with suppress(FileExistsError):
-                (runs / each).mkdir()
-                return runs / each
-    except OSError as error:
-        raise ValueError(f"out: expected a folder that runs can be made in, got {runs} ({error})") from error
-    raise ValueError(f"name: expected a new run, but {runs / str(name)} exists; --resume goes on with it")
 
 
 @contextmanager
@@ -185,10 +174,10 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            if damaged := archive.testzip():  # torch.load compares no checksum
+            folders = [each.filename for each in archive.infolist() if each.external_attr & FOLDER]
+            # torch.load compares no checksum, and reads nothing of a folder.
+            if damaged := next(filter(None, [archive.testzip(), *folders]), None):
                 raise ValueError(f"the checksum of {damaged} does not match")
-            if folders := [each.filename for each in archive.infolist() if each.external_attr & FOLDER]:
-                raise ValueError(f"{folders[0]} is marked as a folder")  # of which torch.load reads nothing
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         start = f"the run ended before its first one; remove {path.parent} to start it again"
@@ -204,11 +193,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 def checksum_of_file(path: Path) -> int:
     """CRC-32 of its bytes, as each record of checkpoint.pt has one."""
-    checksum = 0
-    with path.open("rb") as file:
-        while part := file.read(1 << 22):
-            checksum = zlib.crc32(part, checksum)
-    return checksum
+    return zlib.crc32(path.read_bytes())
 
 
 def checksum_of(value: Any) -> int:
@@ -243,29 +228,23 @@ def warn_of_no_checksums(path: Path) -> None:
     print(f"warning: checkpoint: {told}", file=sys.stderr)
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Every line of metrics.jsonl, or the like."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def read_metrics(path: Path, steps: int, checksum: int | None = None) -> list[dict[str, Any]]:
     """The lines of the steps before ``steps``. Later ones came after the checkpoint, and are made again.
 
     checksum: of these lines, which the checkpoint has; None in one of an earlier version.
 
     Raises:
-        CheckpointError: a line is no step's, or the checksum is another. The last line may be torn: it was being written when the
-            program was killed.
+        CheckpointError: the checksum is another. Without the file there are no lines.
     """
-    metrics: list[dict[str, Any]] = []
-    texts = path.read_text(errors="replace").splitlines() if path.exists() else []
-    for number, text in enumerate(texts, 1):
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            if number == len(texts):
-                break
-            line = {}
-        values = [line.get("step"), line.get("loss")] if isinstance(line, dict) else []
-        if list(map(type, values)) != [int, float]:
-            raise CheckpointError(f"checkpoint: line {number} of {path} is expected to be of a step, got {text[:60]!r}")
-        if line["step"] < steps:
-            metrics.append(line)
+    metrics = []
+    with suppress(OSError, ValueError, LookupError, TypeError):  # no file, a torn last line, or damage before it
+        for text in path.read_text().splitlines():
+            metrics += [line] if (line := json.loads(text))["step"] < steps else []
     if path.exists() and checksum not in (None, checksum_of(metrics)):
         raise CheckpointError(
             f"checkpoint: {path} seems damaged, the checksum of its first {steps} steps does not match; "
@@ -275,14 +254,11 @@ def read_metrics(path: Path, steps: int, checksum: int | None = None) -> list[di
 
 
 def append_lines(path: Path, values: Sequence[Any]) -> None:
-    """Each value as a line of JSON behind what is there, all or none. SaveError if that fails."""
-    before = path.stat().st_size if path.exists() else 0
+    """Each value as a line of JSON behind what is there. SaveError if that fails: then the last line may be torn."""
     try:
         with path.open("a") as file:
             file.writelines(json.dumps(value) + "\n" for value in values)
     except OSError as error:
-        with suppress(OSError):
-            os.truncate(path, before)
         raise not_written(path, error) from error
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,46 +29,36 @@ from scripts.lm.dense import Dense
 
 # ---- what a setting may be ---------------------------------------------------------------------------------------
 
+ARTICLES = {int: "an int", float: "a number", bool: "True or False", str: "a string"}
+RANGES: dict[str, Callable[[Any], bool]] = {
+    "at least 1": lambda value: value >= 1,
+    "an int in [0, 4294967296)": lambda value: 0 <= value < 1 << 32,
+    "a number in [0, 1)": lambda value: 0 <= value < 1,
+    "a number in [0, 1]": lambda value: 0 <= value <= 1,
+    "a number above 0": lambda value: value > 0,
+    "a finite number above 0": lambda value: 0 < value < math.inf,
+    "a finite number of at least 0": lambda value: 0 <= value < math.inf,
+}
+"""Where a number may lie: in words, as help and errors say it."""
+
 
 def check(field: dataclasses.Field[Any], value: Any) -> None:
     """TypeError or ValueError unless ``value`` is one that the setting may have."""
-    kind, interval = type(field.default), field.metadata["interval"]
-    fits = isinstance(value, (int, float) if kind is float else kind)
-    if not fits or (isinstance(value, bool) and kind is not bool):
-        raise TypeError(f"{field.name}: expected {_article(kind)}, got {value!r}")
-    if field.metadata["names"]:
-        checks.one_of(field.name, value, field.metadata["names"])
-    if interval and not _inside(value, interval):
-        raise ValueError(f"{field.name}: expected {in_words(kind, interval)}, got {value}")
+    kind, within, names = type(field.default), field.metadata["within"], field.metadata["names"]
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        raise TypeError(f"{field.name}: expected {ARTICLES[kind]}, got {value!r}")
+    if names:
+        checks.one_of(field.name, value, names)
+    if within and not RANGES[within](value):
+        raise ValueError(f"{field.name}: expected {within}, got {value}")
 
 
-def _inside(value: Any, interval: str) -> bool:
-    low, high = (float(end) for end in interval[1:-1].split(","))
-    return low < value < high or (value == low and interval[0] == "[") or (value == high and interval[-1] == "]")
-
-
-def in_words(kind: type, interval: str) -> str:
-    """ "at least 1", "a finite number above 0", "an int in [0, 10)"."""
-    low, high = interval[1:-1].split(", ")
-    if high != "inf":
-        return f"{_article(kind)} in {interval}"
-    if kind is int:
-        return f"at least {low}"
-    finite, bound = "" if interval[-1] == "]" else "finite ", "above" if interval[0] == "(" else "of at least"
-    return f"a {finite}number {bound} {low}"
-
-
-def _article(kind: type) -> str:
-    return {int: "an int", float: "a number", bool: "True or False", str: "a string"}[kind]
-
-
-def setting(default: Any, text: str, interval: str = "", *, names: Sequence[str] = ()) -> Any:
+def setting(default: Any, text: str, within: str = "", *, names: Sequence[str] = ()) -> Any:
     """A field of a settings class.
 
-    default: its type is the setting's.  text: what it does.  interval: where a number may lie, as mathematics writes it:
-    "[0, 1)" has 0 and not 1, "(0, inf]" has infinity.  names: the strings that are allowed; () for any.
+    default: its type is the setting's.  text: what it does.  within: of RANGES.  names: the strings that are allowed; () for any.
     """
-    return dataclasses.field(default=default, metadata={"text": text, "interval": interval, "names": tuple(names)})
+    return dataclasses.field(default=default, metadata={"text": text, "within": within, "names": tuple(names)})
 
 
 # ---- the experts' formulations ------------------------------------------------------------------------------------
@@ -121,23 +112,25 @@ class GPTConfig:
         TypeError, ValueError: a setting is of another type, or outside its range; or two do not fit each other.
     """
 
-    layers: int = setting(4, "blocks of attention and experts", "[1, inf)")
-    d_model: int = setting(128, "the model's width, a multiple of 2 * heads", "[1, inf)")
-    heads: int = setting(4, "of attention, d_model / heads numbers each", "[1, inf)")
-    context: int = setting(256, "positions that the model can look at", "[1, inf)")
-    d_expert: int = setting(128, "an expert's width", "[1, inf)")
-    num_experts: int = setting(8, "of each layer", "[1, inf)")
-    top_k: int = setting(2, "experts a token, at most num_experts", "[1, inf)")
-    dropout: float = setting(0.0, "share of the residual's additions that training leaves out", "[0, 1)")
+    layers: int = setting(4, "blocks of attention and experts", "at least 1")
+    d_model: int = setting(128, "the model's width, a multiple of 2 * heads", "at least 1")
+    heads: int = setting(4, "of attention, d_model / heads numbers each", "at least 1")
+    context: int = setting(256, "positions that the model can look at", "at least 1")
+    d_expert: int = setting(128, "an expert's width", "at least 1")
+    num_experts: int = setting(8, "of each layer", "at least 1")
+    top_k: int = setting(2, "experts a token, at most num_experts", "at least 1")
+    dropout: float = setting(0.0, "share of the residual's additions that training leaves out", "a number in [0, 1)")
     router: str = setting("top_k", "how tokens choose experts, see docs/routers.md", names=[*ROUTERS])
-    rounding_tile: int = setting(128, "of token rounding: an expert's tokens are a multiple of it", "[1, inf)")
+    rounding_tile: int = setting(128, "of token rounding: an expert's tokens are a multiple of it", "at least 1")
     formulation: str = setting(
         "moe",
         "how experts are computed, see blazeproto.blocksparse; dense: one MLP in their place",
         names=[*FORMULATIONS],
     )
     capacity_factor: float = setting(
-        1.0, "of dropping: an expert's places over the mean load; 0 makes as many as the largest load", "[0, inf)"
+        1.0,
+        "of dropping: an expert's places over the mean load; 0 makes as many as the largest load",
+        "a finite number of at least 0",
     )
     backend: str = setting("auto", "what computes the experts", names=["auto", "hopper", "torch"])
     save: str = setting("minimal", "what is kept for backward", names=[policy.value for policy in SavePolicy])
@@ -146,31 +139,47 @@ class GPTConfig:
         "bf16", "what the experts' products multiply: bf16, x's own dtype, or fp8, see docs/fp8.md", names=[*RECIPES]
     )
     attention_tiles: int = setting(
-        1, "parts of the batch that go through attention one after the other, computed again in backward", "[1, inf)"
+        1, "parts of the batch that go through attention one after the other, computed again in backward", "at least 1"
     )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             check(field, getattr(self, field.name))
-        if self.d_model % (2 * self.heads):
-            raise ValueError(f"d_model: expected a multiple of 2 * heads = {2 * self.heads}, got {self.d_model}")
-        if self.top_k > self.num_experts:
-            raise ValueError(f"top_k: expected at most num_experts={self.num_experts}, got {self.top_k}")
-        if self.formulation == "dense" and self.router != GPTConfig.router:
-            raise ValueError(
-                f"router: expected none with formulation dense, which does not choose, got {self.router!r}"
-            )
-        if self.precision == "fp8":
-            for name, fits, expected in (
-                ("d_model", self.d_model % 16 == 0, "a multiple of 16"),
-                ("d_expert", self.d_expert % BLOCK == 0, f"a multiple of {BLOCK}"),
-                ("combine", self.combine == "gather", "gather"),
-                ("save", self.save != SavePolicy.PAPER, "minimal or recompute"),
-            ):
-                if not fits:
-                    raise ValueError(f"{name}: expected {expected} with precision fp8, got {getattr(self, name)}")
+        for refused, message in self.rules():
+            if refused:
+                raise ValueError(message)
         # Those of several ranks may be set for runs of several modes; `check_acts` refuses them on the command line.
         check_acts(self, {f.name for f in dataclasses.fields(GPTConfig) if getattr(self, f.name) != f.default})
+
+    def rules(self) -> list[tuple[bool, str]]:
+        """Settings that do not fit each other: whether that is so, and the error's words."""
+        fp8 = (
+            ("d_model", self.d_model % 16 == 0, "a multiple of 16"),
+            ("d_expert", self.d_expert % BLOCK == 0, f"a multiple of {BLOCK}"),
+            ("combine", self.combine == "gather", "gather"),
+            ("save", self.save != SavePolicy.PAPER, "minimal or recompute"),
+        )
+        return [
+            (
+                self.d_model % (2 * self.heads) > 0,
+                f"d_model: expected a multiple of 2 * heads = {2 * self.heads}, got {self.d_model}",
+            ),
+            (
+                self.top_k > self.num_experts,
+                f"top_k: expected at most num_experts={self.num_experts}, got {self.top_k}",
+            ),
+            (
+                self.formulation == "dense" and self.router != GPTConfig.router,
+                f"router: expected none with formulation dense, which does not choose, got {self.router!r}",
+            ),
+            *(
+                (
+                    self.precision == "fp8" and not fits,
+                    f"{name}: expected {expected} with precision fp8, got {getattr(self, name)}",
+                )
+                for name, fits, expected in fp8
+            ),
+        ]
 
 
 @dataclass(frozen=True)
@@ -182,22 +191,24 @@ class Config(GPTConfig):
         False, "weights, optimizer and all products in float64, from the weights that fp32 begins with"
     )
     # optimizer
-    steps: int = setting(560, "updates of the weights", "[1, inf)")
-    batch: int = setting(8, "sequences of context bytes a step", "[1, inf)")
-    lr: float = setting(3e-3, "learning rate after the warmup", "(0, inf)")
-    warmup: int = setting(50, "steps in which the learning rate rises", "[1, inf)")
-    final_lr: float = setting(0.05, "the learning rate at the end of the cosine, as a share of lr", "[0, 1]")
-    weight_decay: float = setting(0.1, "AdamW's, of matrices", "[0, inf)")
-    beta2: float = setting(0.95, "AdamW's memory of squared gradients", "[0, 1)")
-    clip: float = setting(1.0, "largest norm of the gradient; inf clips nothing", "(0, inf]")
-    seed: int = setting(0, "of weights, batches, dropout and the sample", "[0, 4294967296)")
-    accumulate: int = setting(1, "parts of the batch whose gradients are added up, one after the other", "[1, inf)")
+    steps: int = setting(560, "updates of the weights", "at least 1")
+    batch: int = setting(8, "sequences of context bytes a step", "at least 1")
+    lr: float = setting(3e-3, "learning rate after the warmup", "a finite number above 0")
+    warmup: int = setting(50, "steps in which the learning rate rises", "at least 1")
+    final_lr: float = setting(
+        0.05, "the learning rate at the end of the cosine, as a share of lr", "a number in [0, 1]"
+    )
+    weight_decay: float = setting(0.1, "AdamW's, of matrices", "a finite number of at least 0")
+    beta2: float = setting(0.95, "AdamW's memory of squared gradients", "a number in [0, 1)")
+    clip: float = setting(1.0, "largest norm of the gradient; inf clips nothing", "a number above 0")
+    seed: int = setting(0, "of weights, batches, dropout and the sample", "an int in [0, 4294967296)")
+    accumulate: int = setting(1, "parts of the batch whose gradients are added up, one after the other", "at least 1")
     # several ranks
     parallel: str = setting("none", "how ranks share the work, see docs/distributed.md", names=PARALLEL)
     group_size: int = setting(
         2,
         "ranks that share the weights (hsdp), or the experts (ep+fsdp); other groups have copies, or shards",
-        "[1, inf)",
+        "at least 1",
     )
     reshard: bool = setting(
         True, "of fsdp: a block's gathered weights are freed after its forward; else they stay until its backward"
@@ -208,38 +219,47 @@ class Config(GPTConfig):
         names=["auto", "symmetric", "all_to_all"],
     )
     row_capacity: float = setting(
-        0.0, "rows that a rank's experts compute, over the mean; more ends the run; 0: room for all", "[0, inf)"
+        0.0,
+        "rows that a rank's experts compute, over the mean; more ends the run; 0: room for all",
+        "a finite number of at least 0",
     )
     aux_over: str = setting(
         "rank", "whose loads are in the load-balancing loss: a rank's, or all", names=["rank", "global"]
     )
     # data, and how often to look
     data: str = setting("", "a file or a folder of text; without it, the standard library of this Python")
-    val_every: int = setting(80, "steps between validations", "[1, inf)")
-    val_bytes: int = setting(1 << 15, "of held-out text that is validated on, spread over all of it", "[1, inf)")
-    log_every: int = setting(10, "steps between lines of numbers", "[1, inf)")
-    checkpoint_every: int = setting(280, "steps between checkpoints", "[1, inf)")
+    val_every: int = setting(80, "steps between validations", "at least 1")
+    val_bytes: int = setting(1 << 15, "of held-out text that is validated on, spread over all of it", "at least 1")
+    log_every: int = setting(10, "steps between lines of numbers", "at least 1")
+    checkpoint_every: int = setting(280, "steps between checkpoints", "at least 1")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.float64 and (self.bf16 or self.backend == "hopper" or self.precision == "fp8"):
-            raise ValueError("float64: expected none with bf16, precision fp8 or backend hopper")
-        if self.batch % self.attention_tiles:
-            raise ValueError(f"attention_tiles: expected a divisor of batch={self.batch}, got {self.attention_tiles}")
-        if self.batch // self.attention_tiles % self.accumulate:
-            tiles = "batch" if self.attention_tiles == 1 else "batch / attention_tiles"
-            raise ValueError(
-                f"accumulate: expected a divisor of {tiles}={self.batch // self.attention_tiles}, got {self.accumulate}"
-            )
-        if self.row_capacity and ("ep" not in self.parallel.split("+") or self.dispatcher == "all_to_all"):
-            expected = "0 unless tokens travel by --dispatcher symmetric"
-            raise ValueError(
-                f"row_capacity: expected {expected}, got {self.row_capacity} with parallel={self.parallel!r}"
-            )
-        if "ep" in self.parallel.split("+") and self.formulation != "moe":
-            raise ValueError(
-                f"parallel: expected none, fsdp or hsdp with formulation {self.formulation}, got {self.parallel!r}"
-            )
+    def rules(self) -> list[tuple[bool, str]]:
+        of_tile, ep = self.batch // self.attention_tiles, "ep" in self.parallel.split("+")
+        tile = "batch" if self.attention_tiles == 1 else "batch / attention_tiles"
+        return [
+            *super().rules(),
+            (
+                self.float64 and (self.bf16 or self.backend == "hopper" or self.precision == "fp8"),
+                "float64: expected none with bf16, precision fp8 or backend hopper",
+            ),
+            (
+                self.batch % self.attention_tiles > 0,
+                f"attention_tiles: expected a divisor of batch={self.batch}, got {self.attention_tiles}",
+            ),
+            (
+                of_tile % self.accumulate > 0,
+                f"accumulate: expected a divisor of {tile}={of_tile}, got {self.accumulate}",
+            ),
+            (
+                self.row_capacity > 0 and (not ep or self.dispatcher == "all_to_all"),
+                "row_capacity: expected 0 unless tokens travel by --dispatcher symmetric, "
+                f"got {self.row_capacity} with parallel={self.parallel!r}",
+            ),
+            (
+                ep and self.formulation != "moe",
+                f"parallel: expected none, fsdp or hsdp with formulation {self.formulation}, got {self.parallel!r}",
+            ),
+        ]
 
 
 PRESETS = {
@@ -271,27 +291,16 @@ PRESETS = {
 def add_options(parser: argparse.ArgumentParser) -> None:
     """An option for each setting, None where it isn't given. Its help says what it may be, and its defaults."""
     for field in dataclasses.fields(Config):
-        kind, flag = type(field.default), "--" + field.name.replace("_", "-")
-        if kind is bool:
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=_help(field))
-        else:
-            letter = {int: "N", float: "X", str: "NAME"}[kind]
-            parser.add_argument(flag, type=kind, metavar=letter, help=_help(field))
-
-
-def _help(field: dataclasses.Field[Any]) -> str:
-    defaults = {name: getattr(preset, field.name) for name, preset in PRESETS.items()}
-    notes = [in_words(type(field.default), interval)] if (interval := field.metadata["interval"]) else []
-    notes += [", ".join(names)] if (names := field.metadata["names"]) else []
-    if len(set(defaults.values())) > 1:
-        notes.append("default " + ", ".join(f"{_shown(value)} ({name})" for name, value in defaults.items()))
-    elif field.default != "":
-        notes.append(f"default {_shown(field.default)}")
-    return (field.metadata["text"] + (f" [{'; '.join(notes)}]" if notes else "")).replace("%", "%%")
-
-
-def _shown(value: object) -> str:
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+        kind = type(field.default)
+        values = {name: getattr(preset, field.name) for name, preset in PRESETS.items()}
+        shown = {name: ("off", "on")[value] if kind is bool else str(value) for name, value in values.items()}
+        one, each = shown["cpu"], ", ".join(f"{value} ({name})" for name, value in shown.items())
+        default = f"default {one if len({*shown.values()}) == 1 else each}" if one else ""
+        notes = "; ".join(filter(None, [field.metadata["within"], ", ".join(field.metadata["names"]), default]))
+        text = field.metadata["text"] + (f" [{notes}]" if notes else "")
+        letter = {int: "N", float: "X", str: "NAME"}
+        how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind, "metavar": letter[kind]}
+        parser.add_argument("--" + field.name.replace("_", "-"), default=None, help=text.replace("%", "%%"), **how)
 
 
 def device_named(name: str | None) -> torch.device:

@@ -22,8 +22,9 @@ import logging
 import math
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -57,6 +57,7 @@ from scripts.lm.settings import Config
 
 PREFIX = "shards-"  # and the step
 EXPERT_PARALLEL = ("ep", "ep+fsdp")
+GROUPED = ("hsdp", "ep+fsdp")
 
 # A sum over two dimensions of a mesh takes two reductions, of which torch warns for each: their order is the same on all ranks.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -66,13 +67,11 @@ def check(config: Config, ranks: Ranks) -> None:
     """ValueError unless the run fits this number of ranks."""
     if config.parallel == "none" and ranks.size > 1:
         raise ValueError(f"parallel: expected fsdp, hsdp, ep or ep+fsdp on {ranks.size} ranks, got 'none'")
-    if config.parallel in ("hsdp", "ep+fsdp") and ranks.size % config.group_size:
+    if config.parallel in GROUPED and ranks.size % config.group_size:
         raise ValueError(f"group_size: expected a divisor of the {ranks.size} ranks, got {config.group_size}")
-    parts = ranks.size * config.accumulate * config.attention_tiles
+    parts, factors = ranks.size * config.accumulate * config.attention_tiles, "ranks * accumulate * attention_tiles"
     if config.batch % parts:
-        raise ValueError(
-            f"batch: expected a multiple of ranks * accumulate * attention_tiles = {parts}, got {config.batch}"
-        )
+        raise ValueError(f"batch: expected a multiple of {factors} = {parts}, got {config.batch}")
 
 
 class Sharding:
@@ -86,16 +85,15 @@ class Sharding:
         if not dist.is_initialized():
             join(ranks.device, timeout=60)
         kind, size, mode, inner = ranks.device.type, ranks.size, config.parallel, config.group_size
-        world = init_device_mesh(kind, (size,))
-        grouped = mode in ("hsdp", "ep+fsdp")
-        mesh = init_device_mesh(kind, (size // inner, inner), mesh_dim_names=("outer", "inner")) if grouped else world
-        dispatcher: AllToAll | Symmetric | None = None  # of all blocks
+        world, names = init_device_mesh(kind, (size,)), ("outer", "inner")
+        mesh = init_device_mesh(kind, (size // inner, inner), mesh_dim_names=names) if mode in GROUPED else world
         for block in model.blocks:
             if config.aux_over == "global" and getattr(block.moe.router, "aux_loss", None):
                 block.moe.router.register_forward_hook(self.balance_over_ranks)
-            if mode in EXPERT_PARALLEL:
-                over_experts = mesh["inner"] if grouped else world
-                dispatcher = dispatcher or dispatcher_of(model, config, over_experts.get_group(), ranks)
+        if mode in EXPERT_PARALLEL:
+            over_experts = mesh["inner"] if mode in GROUPED else world
+            dispatcher = dispatcher_of(model, config, over_experts.get_group(), ranks)  # of all blocks
+            for block in model.blocks:
                 expert_parallel(block.moe, over_experts, dispatcher=dispatcher)
                 if config.row_capacity and isinstance(dispatcher, Symmetric):
                     mean = dispatcher.layout.max_tokens * config.top_k
@@ -103,10 +101,11 @@ class Sharding:
         if mode == "ep":
             self.experts = [p for p in model.parameters() if isinstance(p, DTensor)]
             return
-        # The residual stream stays what autocast makes it.
-        dtype = torch.bfloat16 if config.bf16 else None
-        wide = None if config.float64 else torch.float32
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if config.bf16 else None,
+            reduce_dtype=None if config.float64 else torch.float32,
+            cast_forward_inputs=False,  # the residual stream stays what autocast makes it
+        )
         small = {p for name, p in model.named_parameters() if p.dim() < 2 or ".router." in name}
         over: dict[str, Any] = {"mp_policy": policy, "ignored_params": small}
         over |= {} if config.reshard else {"reshard_after_forward": False}
@@ -115,8 +114,8 @@ class Sharding:
                 fully_shard(block.moe, mesh=mesh["outer"], **over)
                 block.moe.set_gradient_divide_factor(size)
                 block.moe.set_force_sum_reduction_for_comms(True)  # gloo divides by no factor
-            fully_shard(block, mesh=mesh if mode == "hsdp" else world, **over)
-        fully_shard(model, mesh=mesh if mode == "hsdp" else world, **over)
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh if mode == "hsdp" else world, **over)
         # Nothing is written to that view.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
 
@@ -186,18 +185,13 @@ def written_shards(folder: Path, step: int, state: dict[str, Any], ranks: Ranks)
         SaveError: the disk is full, or the like, on any rank.
     """
     place = folder / f"{PREFIX}{step}"
-    if ranks.first:  # what a killed run has left, perhaps of another number of ranks
-        shutil.rmtree(place, ignore_errors=True)
-    ranks.any(False)
+    # A killed run may have left some, perhaps of another number of ranks.
+    ranks.of_first(partial(shutil.rmtree, place, ignore_errors=True))
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet():
             dcp.save(state, checkpoint_id=place)
-        files = ranks.of_first(lambda: sorted(path.name for path in place.iterdir()))
-        own = ranks.of_each(
-            lambda: {f"{place.name}/{name}": checksum_of_file(place / name) for name in ranks.share(files)}
-        )
-        yield {"shards": place.name, CHECKSUMS: {name: checksum for each in own for name, checksum in each.items()}}
+        names = ranks.of_first(lambda: sorted(f"{place.name}/{path.name}" for path in place.iterdir()))
+        yield {"shards": place.name, CHECKSUMS: checksums_of(folder, names, ranks)}
     except BaseException as error:
         if ranks.first:
             shutil.rmtree(place, ignore_errors=True)
@@ -209,41 +203,45 @@ def written_shards(folder: Path, step: int, state: dict[str, Any], ranks: Ranks)
         keep_only(folder, place.name)
 
 
-def check_shards(folder: Path, saved: dict[str, Any], ranks: Ranks) -> None:
-    """CheckpointError on all ranks unless the shards of a checkpoint are as they were written. Each rank reads some of them.
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings of torch.distributed.checkpoint."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
-    saved: what checkpoint.pt holds; without checksums, of an earlier version, nothing is compared.
-    """
-    expected = {name: checksum for name, checksum in saved.get(CHECKSUMS, {}).items() if name != METRICS}
 
-    def compare() -> None:
-        for name in ranks.share(sorted(expected)):
-            try:
-                checksum = checksum_of_file(folder / name)
-            except OSError as error:
-                raise CheckpointError(f"checkpoint: {folder / name} cannot be read ({error})") from error
-            if checksum != expected[name]:
-                raise CheckpointError(
-                    f"checkpoint: {folder / name} cannot be read, it seems damaged (its checksum does not match)"
-                )
+def checksums_of(folder: Path, names: Iterable[str], ranks: Ranks) -> dict[str, int]:
+    """The checksums of files, of which each rank reads some. OSError on all ranks where one cannot be read."""
 
-    ranks.of_each(compare)
+    def own() -> dict[str, int]:
+        return {name: checksum_of_file(folder / name) for name in sorted(names)[ranks.rank :: ranks.size]}
+
+    return {name: checksum for each in ranks.of_each(own) for name, checksum in each.items()}
 
 
 def load_shards(
     folder: Path, saved: dict[str, Any], state: dict[str, Any], ranks: Ranks, *, alone: bool = False
 ) -> None:
-    """Fill the tensors of ``state`` from the shards of a checkpoint. saved: what checkpoint.pt holds.  alone: without the other
-    ranks.
+    """Fill the tensors of ``state`` from the shards of a checkpoint. saved: what checkpoint.pt holds; without checksums, of an
+    earlier version, none is compared.  alone: without the other ranks.
 
     Raises:
         CheckpointError: they cannot be read, are damaged, or are of another model.
     """
-    check_shards(folder, saved, ranks)
+    expected = {name: checksum for name, checksum in saved.get(CHECKSUMS, {}).items() if name != METRICS}
+    try:
+        found = checksums_of(folder, expected, ranks)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint: {error.filename} cannot be read ({error})") from error
+    for name, checksum in found.items():
+        if checksum != expected[name]:
+            raise CheckpointError(
+                f"checkpoint: {folder / name} cannot be read, it seems damaged (its checksum does not match)"
+            )
     place = folder / str(saved.get("shards"))
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet():
             dcp.load(state, checkpoint_id=place, no_dist=alone)
     except (CheckpointException, *UNREADABLE) as error:
         reason = (str(error) or type(error).__name__).splitlines()[-1]
@@ -252,19 +250,9 @@ def load_shards(
 
 def keep_only(folder: Path, name: str) -> None:
     """Remove the shards of earlier checkpoints."""
-    for other in folder.glob(f"{PREFIX}*"):
-        if other.name != name:
-            shutil.rmtree(other, ignore_errors=True)
+    for other in {*folder.glob(f"{PREFIX}*")} - {folder / name}:
+        shutil.rmtree(other, ignore_errors=True)
 
 
 def clones(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in state.items()}
-
-
-def optimizer_state(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """By the parameters' names, made of zeros before the first step."""
-    return dict(get_optimizer_state_dict(model, optimizer))
-
-
-def set_optimizer_state(model: GPT, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    set_optimizer_state_dict(model, optimizer, state)

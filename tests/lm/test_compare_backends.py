@@ -49,7 +49,7 @@ def test_the_record_names_the_kernels_of_both_runs(ends: bool, tmp_path: Path, m
     kernels: dict[str, dict[str, str]] = {}
 
     def train(options: list[str]) -> int:
-        words = dict(zip(options[::2], options[1::2], strict=True))
+        words = dict(zip(options[:6:2], options[1:6:2], strict=True))
         folder = Path(words["--out"]) / words["--name"]
         folder.mkdir()
         (folder / "metrics.jsonl").write_text("".join(f'{{"loss": {loss}}}\n' for loss in curve(9)))

@@ -14,6 +14,7 @@ import torch
 from matplotlib.figure import Figure
 
 from scripts import train_lm
+from scripts.bench import render, running
 from scripts.bench import training_tables as tables
 from scripts.bench.common import read_json
 from scripts.bench.identity import earlier
@@ -23,6 +24,7 @@ from scripts.bench.result_tables import fill
 from scripts.lm import compare_runs, run_folder, training_items
 from scripts.lm.dense import Dense
 from scripts.lm.model import GPT
+from scripts.lm.ranks import Ranks
 from scripts.lm.settings import PRESETS, Config
 from scripts.lm.training_items import BASE, ITEMS, RUNS, SHORT, config_of
 from tests.lm.conftest import AtStep, interrupt, keeping_handlers
@@ -40,10 +42,9 @@ def short_samples() -> Iterator[None]:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file of every short run of the first seed; of two, of both seeds."""
     folder = tmp_path_factory.mktemp("made")
-    words = ["--cpu", "--out", str(folder / "training.json"), "--folder", str(folder / "runs")]
-    assert compare_runs.main(["all", "--seeds", "0", *words]) == 0
-    assert compare_runs.main(["accuracy", "--runs", "ours,dense", *words]) == 0
-    assert compare_runs.main(["fp8", "--seeds", "0", "--gradients", *words]) == 0
+    words = ["--cpu", "--out", str(folder), "--folder", str(folder / "runs")]
+    compare_runs.main(["all", "--seeds", "0", *words])
+    compare_runs.main(["accuracy", "--runs", "ours,dense", *words])
     assert not [*(folder / "runs").iterdir()], "what has ended goes"
     return folder / "training.json"
 
@@ -122,10 +123,8 @@ def test_seeds_stand_apart_in_the_tables() -> None:
         made_up("dense", 1, [2.1] * 510, 20.0),
     ]
     found = tables.groups({"rows": rows}, "accuracy")
-    cells = {
-        run: [cell(tables.line_of(run, group)) for _, cell in tables.accuracy_columns(found)]
-        for run, group in found.items()
-    }
+    columns = render.columns(tables.TABLES["accuracy"].entries)  # type: ignore[arg-type]
+    cells = {run: [cell(tables.line_of(run, found)) for _, cell in columns] for run in found}
     ours, dense = cells["ours"], cells["dense"]
     # Means of 1.5 - 1.0 and 2.0 - 2.5; the largest difference is of the first seed's first losses: 4 over 1.
     assert ours[1:4] == ["1.5000, 2.0000", "1.5000, 2.0000", "0.0000"] and float(ours[4]) == pytest.approx(300, abs=1)
@@ -154,7 +153,7 @@ def test_gradients_of_every_expert_are_near_float64s(made: Path) -> None:
         found.setdefault(row["precision"], []).append(row["least"])
         assert row["experts"] == SHORT.num_experts and row["least"] <= row["mean"]
     assert 0.99 < min(found["fp8"]) < 0.9995 < min(found["bf16"])
-    assert tables.gradients_table({}) == NOT_MEASURED != tables.gradients_table(record)
+    assert tables.GRADIENTS({}) == NOT_MEASURED != tables.GRADIENTS(record)
 
 
 def test_how_far_two_precisions_are_apart() -> None:
@@ -168,34 +167,24 @@ def test_how_far_two_precisions_are_apart() -> None:
 
 def test_a_run_that_is_there_is_not_made_again(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = read_json(made)["rows"]
-    assert compare_runs.main(["all", "--seeds", "0", "--cpu", "--out", str(made), "--folder", str(made.parent)]) == 0
-    assert " of " not in capsys.readouterr().out.partition("nothing skipped")[0].partition("\n")[2]
-    assert read_json(made)["rows"] == before
+    compare_runs.main(["all", "--seeds", "0", "--cpu", "--out", str(made.parent), "--folder", str(made.parent)])
+    assert "nothing to add" in capsys.readouterr().out and read_json(made)["rows"] == before
 
 
 @pytest.mark.parametrize("by", ["ctrl-c", "budget"])
 def test_a_run_that_is_stopped_goes_on(by: str, tmp_path: Path, at_step: AtStep, made: Path) -> None:
-    words = [
-        "capacity",
-        "--runs",
-        "ours,dropping_1.0",
-        "--seeds",
-        "0",
-        "--cpu",
-        "--out",
-        str(tmp_path / "training.json"),
-    ]
+    words = ["capacity", "--runs", "ours,dropping_1.0", "--seeds", "0", "--cpu", "--out", str(tmp_path)]
     words += ["--folder", str(tmp_path / "runs")]
     if by == "ctrl-c":
         at_step(3, interrupt)
-        assert compare_runs.main(words) == 130
+        with pytest.raises(SystemExit, match="130"):
+            compare_runs.main(words)
     else:
         at_step(3, lambda: compare_runs.time.sleep(1.5))
-        assert compare_runs.main([*words, "--time-budget", "1"]) == 0
+        compare_runs.main([*words, "--time-budget", "1"])
     (stopped,) = (tmp_path / "runs").iterdir()
     assert stopped.name == "ours-6-seed0" and (stopped / "checkpoint.pt").exists()
-    assert not (tmp_path / "training.json").exists()
-    assert compare_runs.main(words) == 0
+    compare_runs.main(words)
     rows = {row["run"]: row["losses"] for row in read_json(tmp_path / "training.json")["rows"]}
     whole = {
         row["run"]: row["losses"] for row in read_json(made)["rows"] if (row["length"], row["seed"]) == ("whole", 0)
@@ -205,24 +194,27 @@ def test_a_run_that_is_stopped_goes_on(by: str, tmp_path: Path, at_step: AtStep,
 
 def test_a_run_that_fails_is_said_and_the_others_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     main = train_lm.main
-
-    def failing(words: list[str]) -> int:
-        return 1 if "--formulation=dense" in words else main(words)
-
-    monkeypatch.setattr(train_lm, "main", failing)
-    out = tmp_path / "training.json"
-    words = ["--runs", "dense,torch_fp32", "--seeds", "0", "--cpu", "--out", str(out), "--folder", str(tmp_path)]
-    assert compare_runs.main(["accuracy", *words]) == 0
-    record = json.loads(out.read_text())
+    monkeypatch.setattr(train_lm, "main", lambda words: 1 if "--formulation=dense" in words else main(words))
+    words = ["--runs", "dense,torch_fp32", "--seeds", "0", "--cpu", "--out", str(tmp_path), "--folder", str(tmp_path)]
+    with pytest.raises(SystemExit, match="1"):
+        compare_runs.main(["accuracy", *words])
+    record = read_json(tmp_path / "training.json")
     assert [row["run"] for row in record["rows"]] == ["torch_fp32"] and [*record["failed"]] == ["dense-6-seed0"]
 
 
 def test_a_row_of_other_settings_is_not_taken() -> None:
-    training = compare_runs.Training("ours", "whole", config_of("accuracy", "ours", 0, short=False))
-    row: dict[str, Any] = training.key | {"of": {"kernels": []}}
-    assert compare_runs.is_there(training, [json.loads(json.dumps(row))])
-    assert not compare_runs.is_there(training, [row | {"settings": row["settings"] | {"lr": 1.0}}])
-    assert not compare_runs.is_there(training, [row | {"of": {}}]), "of earlier kernels"
+    key = compare_runs.Training("accuracy", "ours", 0).key
+    row: dict[str, Any] = json.loads(json.dumps(key | {"of": {"kernels": []}}))
+    others = [row | {"settings": row["settings"] | {"lr": 1.0}}, row | {"of": {}}]  # of earlier kernels
+    item = compare_runs.BENCH.items["accuracy"]
+    assert [running.has({"rows": [each]}, item, key) for each in (row, *others)] == [True, False, False]
+
+
+def test_gradients_are_asked_for_by_name_or_option() -> None:
+    for words in (["gradients"], ["fp8", "--runs", "ours", "--gradients"], ["all", "--gradients"]):
+        options = running.options_of(compare_runs.BENCH, [*words, "--cpu"])
+        compare_runs.prepare(options, Ranks(torch.device("cpu")))
+        assert [job.name for job in options.jobs].count("gradients") == 1
 
 
 def test_runs_are_the_presets_but_for_what_they_say() -> None:
@@ -267,9 +259,9 @@ def test_dense_multiplies_as_much_as_a_token_s_experts() -> None:
 def test_runs_on_a_gpu_name_their_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small model with the kernels, in all programs; the settings are those of the long runs but for their sizes."""
     monkeypatch.setattr(training_items, "BASE", training_items.SHORT)
-    words = ["float64", "accuracy", "--seeds", "0", "--out", str(tmp_path / "training.json"), "--folder", str(tmp_path)]
+    words = ["float64", "accuracy", "--seeds", "0", "--out", str(tmp_path), "--folder", str(tmp_path)]
     with keeping_handlers():
-        assert compare_runs.main(words) == 0
+        compare_runs.main(words)
     record = read_json(tmp_path / "training.json")
     assert "failed" not in record
     found = {(row["run"], row["length"]): row for row in record["rows"]}

@@ -83,46 +83,6 @@ def test_generate(model: GPT) -> None:
     assert model.training
 
 
-def test_generate_at_temperature_0_takes_the_likeliest(model: GPT) -> None:
-    made = model.generate(b"abc", 5, temperature=0)
-    assert made == model.generate(b"abc", 5, temperature=1e-40, seed=1)
-    for place in range(3, 8):
-        assert made[place] == model(torch.tensor([[*made[:place]]])).logits[0, -1].argmax()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "message"),
-    [
-        ((b"", 3), {}, "prompt: expected at least one byte"),
-        (("abc", 3), {}, "prompt: expected bytes, got str"),
-        ((b"abc", -1), {}, "num_bytes: expected at least 0, got -1"),
-        ((b"abc", 1.5), {}, "num_bytes: expected an int, got float"),
-        ((b"abc", 3), {"temperature": -1}, "temperature: expected a finite number, at least 0, got -1"),
-        ((b"abc", 3), {"temperature": math.nan}, "temperature: expected a finite number, at least 0, got nan"),
-        ((b"abc", 3), {"temperature": "hot"}, "temperature: expected a number, got str"),
-        ((b"abc", 3), {"seed": None}, "seed: expected an int, got NoneType"),
-    ],
-)
-def test_bad_arguments_of_generate(
-    arguments: tuple[Any, ...], options: dict[str, Any], message: str, model: GPT
-) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        model.generate(*arguments, **options)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"layers": 0}, "layers: expected at least 1, got 0"),
-        ({"heads": 5}, "d_model: expected a multiple of"),
-        ({"dropout": 1.0}, "dropout: expected a number in"),
-    ],
-)
-def test_sizes_that_do_not_fit(change: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(SMALL, **change)
-
-
 def test_too_many_positions(model: GPT) -> None:
     with pytest.raises(ValueError, match="ids: expected at most context = 16 positions, got 17"):
         model(torch.zeros(1, 17, dtype=torch.long))

@@ -173,17 +173,11 @@ def test_a_run_is_not_made_shorter(steps: int, ended: bool, finished: Path, run:
     assert (finished / "summary.json").exists() == ended
 
 
-def test_a_checkpoint_writes_text(script: Any, finished: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(script.Display, "say", lambda display, text: said.append(text))
+def test_a_checkpoint_writes_text(finished: Path, run: Run) -> None:
     prompted = ["--sample", finished, "--prompt", "3 times", "--device", "cpu"]
-    for options in (
-        ["--sample", finished / "checkpoint.pt"],
-        ["--sample", finished],
-        prompted,
-        [*prompted, "--seed", 5],
-    ):
-        assert run(*options)[0] == 0
+    given = (["--sample", finished / "checkpoint.pt"], ["--sample", finished], prompted, [*prompted, "--seed", 5])
+    codes, said = zip(*(run(*options) for options in given), strict=True)
+    assert set(codes) == {0}
     assert said[0] == said[1] and said[0][:20] == json.loads((finished / "summary.json").read_text())["sample"][:20]
     assert all(text.startswith("3 times") for text in said[2:]) and said[2] != said[3]
 
@@ -300,16 +294,14 @@ def refused(run: Run, finished: Path, message: str, *options: object) -> None:
     assert (finished / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("content", ["half", b"", b"no checkpoint", "pickle"])
-def test_a_damaged_checkpoint_is_said(content: bytes | str, finished: Path, run: Run) -> None:
+@pytest.mark.parametrize("content", [None, b"", b"no checkpoint", print])
+def test_a_damaged_checkpoint_is_said(content: Any, finished: Path, run: Run) -> None:
+    """Half of one too, and code, which is not loaded."""
     path = cut_short(finished)
-    if content == "half":
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    elif content == "pickle":
-        torch.save(print, path)  # code, which is not loaded
-    else:
-        assert isinstance(content, bytes)
-        path.write_bytes(content)
+    whole = path.read_bytes()
+    torch.save(content, path)
+    if not callable(content):
+        path.write_bytes(whole[: len(whole) // 2] if content is None else content)
     refused(run, finished, "checkpoint: .*checkpoint.pt cannot be read, it seems damaged")
 
 
@@ -337,7 +329,9 @@ def test_a_record_that_a_flipped_bit_makes_a_folder_is_said(finished: Path, run:
         directory = archive.start_dir
     content[directory + 38] ^= 0x10  # attributes of the first record
     path.write_bytes(content)
-    refused(run, finished, "checkpoint: .*checkpoint.pt cannot be read, it seems damaged .*marked as a folder")
+    refused(
+        run, finished, "checkpoint: .*checkpoint.pt cannot be read, it seems damaged .the checksum of .* does not match"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -401,27 +395,13 @@ def test_settings_or_metrics_that_changed_on_disk_are_said(finished: Path, run: 
         config.write_text(changed)
         refused(run, finished, r"checkpoint: .*config.json cannot be read .its checksum does not match")
     config.write_text(settings)
-    first = json.loads(lines.splitlines()[0])
-    metrics.write_text(json.dumps(first | {"loss": 5.0}) + lines[lines.index("\n") :])
-    refused(
-        run, finished, "checkpoint: .*metrics.jsonl seems damaged, the checksum of its first 20 steps does not match"
-    )
+    first = json.dumps(json.loads(lines.splitlines()[0]) | {"loss": 5.0})
+    for line in (first, "3", "[1]", "torn", '{"step": "0"}'):
+        metrics.write_text(line + lines[lines.index("\n") :])
+        refused(run, finished, "checkpoint: .*metrics.jsonl seems damaged, the checksum of its first 20 steps does not")
     metrics.unlink()
     assert run("--resume", "--steps", 22, "--out", finished.parent, "--device", "cpu")[0] == 0
     assert len(metrics.read_text().splitlines()) == 2
-
-
-@pytest.mark.parametrize(
-    "line",
-    ['{"loss": 1.0}', "3", "[1]", "null", "torn", '{"step": "5", "loss": 1.0}', '{"step": 5, "loss": [1.0]}'],
-)
-def test_a_line_of_metrics_that_is_no_step_is_said(line: str, finished: Path, run: Run) -> None:
-    cut_short(finished)
-    lines = (finished / "metrics.jsonl").read_text().splitlines()
-    (finished / "metrics.jsonl").write_text("\n".join([*lines[:5], line, *lines[6:]]) + "\n")
-    refused(
-        run, finished, f"checkpoint: line 6 of .*metrics.jsonl is expected to be of a step, got '{re.escape(line)}'"
-    )
 
 
 def test_the_same_bytes_divided_otherwise_are_another_text(
@@ -441,48 +421,20 @@ def test_the_same_bytes_divided_otherwise_are_another_text(
 def test_a_checkpoint_of_something_else_is_said(finished: Path, run: Run, text: Path) -> None:
     path = cut_short(finished)
     state = torch.load(path, weights_only=True)
-
-    torch.save({"weights": torch.zeros(3)}, path)
-    refused(run, finished, "checkpoint: .* is not one of this script, it lacks .*optimizer")
-    torch.save([1, 2], path)
-    refused(run, finished, "checkpoint: .* is not one of this script")
-
-    torch.save(state | {"data": "another"}, path)
-    refused(run, finished, "checkpoint: .* was trained on another text")
-
-    torch.save(state | {"config": state["config"] | {"layers": 3}}, path)
-    refused(run, finished, "checkpoint: .* and config.json differ in layers")
-
-    torch.save(state | {"model": {name: value[:1] for name, value in state["model"].items()}}, path)
-    refused(run, finished, "checkpoint: .* holds another model")
-
-    for name, value in {"step": "3", "best": None, "random": {}, "seconds": "1"}.items():
-        torch.save(state | {name: value}, path)
-        refused(run, finished, "checkpoint: .* (is not one of this script|holds another model)")
-
-    moments = state["optimizer"][
-        "state"
-    ]  # torch takes them as they are, and the fused optimizer writes beyond their end
-    cut = {name: value[:1] if value.dim() else value for name, value in moments[0].items()}
-    torch.save(state | {"optimizer": state["optimizer"] | {"state": moments | {0: cut}}}, path)
-    refused(run, finished, "checkpoint: .* holds another model .exp_avg: expected shape")
-
+    cut = {name: value[:1] for name, value in state["model"].items()}
+    other, lacks = "holds another model", "is not one of this script"
+    for saved, message in (
+        ({"weights": torch.zeros(3)}, f"{lacks}, it lacks .*optimizer"),
+        ([1, 2], lacks),
+        (state | {"data": "another"}, "was trained on another text"),
+        (state | {"config": state["config"] | {"layers": 3}}, "and config.json differ in layers"),
+        (state | {"model": cut}, other),
+        (state | {"step": "3"}, lacks),
+        (state | {"best": None}, lacks),
+        (state | {"random": {}}, other),
+        (state | {"seconds": "1"}, lacks),
+    ):
+        torch.save(saved, path)
+        refused(run, finished, f"checkpoint: .* {message}")
     torch.save(state, path)
     refused(run, finished, "d_model: expected 32 as .* began, got 64", "--d-model", 64)
-
-
-def test_display_on_a_terminal(
-    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The bar shows the latest numbers and goes; each validation leaves a line."""
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    display = script.Display(10)
-    assert display.console.is_terminal
-    line = {"step": 4, "loss": 2.5, "aux_loss": 0.0, "balance": 1.25, "tokens_per_s": 12345.0}
-    with display.progress:
-        display.update(line, 0)
-        display.update(line | {"step": 5, "val_loss": 2.25}, 0)
-    printed = capsys.readouterr().out
-    assert "validation loss 2.2500 nats/byte" in printed
-    assert "12.3k tokens/s" in printed

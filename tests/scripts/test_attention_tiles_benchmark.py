@@ -42,7 +42,7 @@ def test_a_step_computes_the_gradients_of_the_whole_batch(micro: int, monkeypatc
     model.zero_grad()
     cleared = []
     monkeypatch.setattr(GPT, "zero_grad", lambda model, set_to_none: cleared.append(set_to_none))
-    attention_tiles.Step(model, ids, bf16=False, tiles=2, micro=micro)()
+    attention_tiles.step(model, ids, tiles=2, micro=micro, bf16=False)
     assert cleared == [True] and model.blocks[0].attention_tiles == 2
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
