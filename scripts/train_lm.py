@@ -55,7 +55,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from blazeproto.distributed import check_overflow
+from blazeproto.distributed import check_overflow, clip_grad_norm_
 from blazeproto.runtime.arch import arch_of
 from blazeproto.runtime.optional import need
 from scripts.bench.timing import SavedBytes
@@ -241,7 +241,8 @@ class Trainer:
             losses += torch.stack([out.loss.detach(), aux_loss.detach()]) / parts
             loads = loads + out.loads
         self.sharding.reduce()
-        self.sharding.clip(self.config.clip)
+        if math.isfinite(self.config.clip):
+            clip_grad_norm_(self.model.parameters(), self.config.clip)
         if self.config.row_capacity:
             check_overflow(self.model, dist.group.WORLD)  # OverflowError on all ranks, before any steps
         self.optimizer.step()

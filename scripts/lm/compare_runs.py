@@ -27,8 +27,7 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -73,18 +72,6 @@ class Training:
         return f"{self.run}-{self.config.steps}-seed{self.seed}"
 
 
-@contextmanager
-def stopped_after(seconds: float) -> Iterator[None]:
-    """Raises KeyboardInterrupt after ``seconds``, as Ctrl-C would."""
-    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), os.kill, (os.getpid(), signal.SIGINT))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 def options_of(config: Config) -> list[str]:
     """The settings that differ from the Hopper preset's, as options of train_lm."""
     preset, settings = (dataclasses.asdict(each) for each in (PRESETS["hopper"], config))
@@ -103,7 +90,11 @@ def train(training: Training, machine: Machine) -> list[Row]:
     words = ["--out", str(place.parent), "--name", place.name, "--device", machine.device]
     words += ["--resume"] if place.exists() else ["--preset", "hopper", *options_of(training.config)]
     before = json.loads((place / KERNELS).read_text()) if (place / KERNELS).exists() else {}
-    with identity.launched() as kernels, stopped_after(OPTIONS.ends - time.monotonic()):
+    seconds = min(OPTIONS.ends - time.monotonic(), threading.TIMEOUT_MAX)
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))  # as Ctrl-C would end it
+    with identity.launched() as kernels, ExitStack() as ends:
+        ends.callback(timer.cancel)
+        timer.start()
         code = train_lm.main(words)
     if (place / SUMMARY).exists():
         row = row_of(training, place) | {"launched": before}

@@ -90,7 +90,7 @@ class Block(nn.Module):
     def attend(self, x: Tensor, rotation: Tensor) -> Tensor:
         """attention(norm(x)), in ``attention_tiles`` tiles of ceil(B / attention_tiles) sequences. x (B, T, d) -> (B, T, d).
 
-        A tile keeps its part of x alone, and is computed again when backward comes to it. Without gradients nothing is kept.
+        A tile keeps its part of x alone, and is computed again when backward comes to it.
         """
 
         def attended(tile: Tensor) -> Tensor:
@@ -99,8 +99,6 @@ class Block(nn.Module):
         if self.attention_tiles == 1:
             return attended(x)
         tiles = x.split(-(-len(x) // self.attention_tiles))
-        if not torch.is_grad_enabled():
-            return torch.cat([attended(tile) for tile in tiles])
         device = x.device.type
         # Each tile casts the weights anew: the tiles' gradients of one cast, which autocast would keep, would be summed in bf16.
         with torch.autocast(device, enabled=torch.is_autocast_enabled(device), cache_enabled=False):
@@ -277,13 +275,12 @@ class Batches:
     def __init__(self, text: Tensor, context: int, batch: int, seed: int = 0) -> None:
         self.text, self.context, self.batch, self.seed = text, context, batch, seed
         self.per_epoch = max((len(text) - 1) // context - 1, 1)
-        self.window = torch.arange(context + 1, device=text.device)
         self.epoch, self.starts = -1, torch.empty(0)
 
     def __getitem__(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets (batch, context)."""
         starts = [self.start(step * self.batch + i) for i in range(self.batch)]
-        return self.windows(torch.tensor(starts))
+        return self.windows(torch.tensor(starts), self.context)
 
     def start(self, index: int) -> int:
         epoch, place = divmod(index, self.per_epoch)
@@ -295,10 +292,9 @@ class Batches:
             self.epoch, self.starts = epoch, order * self.context + phase
         return int(self.starts[place])
 
-    def windows(self, starts: Tensor, length: int | None = None) -> tuple[Tensor, Tensor]:
-        window = self.window if length is None else self.window[: length + 1]
-        places = starts.to(self.text.device, non_blocking=True)[:, None] + window
-        sequences = self.text[places]
+    def windows(self, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        places = starts.to(self.text.device, non_blocking=True)[:, None]
+        sequences = self.text[places + torch.arange(length + 1, device=self.text.device)]
         return sequences[:, :-1], sequences[:, 1:]
 
     def spread(self, num_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -307,6 +303,6 @@ class Batches:
         count = max(1, min(num_bytes // self.context, whole))
         starts = torch.arange(count) * whole // count * self.context
         for some in starts.split(self.batch):
-            yield self.windows(some)
+            yield self.windows(some, self.context)
         if rest and num_bytes > whole * self.context:
             yield self.windows(torch.tensor([whole * self.context]), rest)

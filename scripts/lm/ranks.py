@@ -52,8 +52,8 @@ class Watch(threading.Thread):
         super().__init__(daemon=True)
         # A connection of its own, since one that waits in another thread is locked. A rank that torchrun starts again must not
         # read what the one before said.
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=timeout))
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
         self.store = dist.PrefixStore(f"train_lm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         self.rank, self.keys = rank, [f"beat/{each}" for each in range(size)]
         self.over = threading.Event()
@@ -64,18 +64,13 @@ class Watch(threading.Thread):
     def tell(self, what: str) -> None:
         self.store.set(self.keys[self.rank], what)
 
-    def words(self) -> list[bytes]:
-        """The last word of each rank."""
-        said: list[bytes] = self.store.multi_get(self.keys)
-        return said
-
     def run(self) -> None:
         for beat in itertools.count(1):
             if self.over.wait(BEAT):
                 return
             try:
                 self.tell(str(beat))
-                line = next(filter(None, map(self.verdict, range(len(self.keys)), self.words())), "")
+                line = next(filter(None, map(self.verdict, range(len(self.keys)), self.store.multi_get(self.keys))), "")
             except RuntimeError as error:  # torchrun itself is gone, or rank 0's host
                 line = f"the store of torchrun does not answer ({str(error).splitlines()[0]})"
             if line and not self.over.is_set():
@@ -151,9 +146,7 @@ class Ranks:
 
     def of_first(self, make: Callable[[], Made]) -> Made:
         """The result of rank 0's ``make``, on all ranks; if it raises, its error on all."""
-        made: list[Any] = self.of_each(make if self.first else lambda: None)  # type: ignore[arg-type, return-value]
-        first: Made = made[0]
-        return first
+        return self.of_each(make if self.first else lambda: None)[0]  # type: ignore[arg-type, return-value]
 
     def of_each(self, make: Callable[[], Made]) -> list[Made]:
         """The results of all ranks' ``make``, on all ranks, in their order; if some raise, the first one's error on all."""
@@ -177,8 +170,8 @@ class Ranks:
         if self.watch is None or self.first:
             return False
         time.sleep(1)  # in which rank 0 says it
-        words = self.watch.words()
-        return words[0] == words[self.rank]
+        words = self.watch.store.multi_get(self.watch.keys)
+        return bool(words[0] == words[self.rank])
 
 
 @contextmanager

@@ -92,11 +92,14 @@ def old_run(runs: Path, name: str | None, *, ended: bool = False) -> Iterator[Pa
     Raises:
         CheckpointError: there is no such run, it has ended, or another process uses it.
     """
-    folder = runs / name if name else newest(runs, ended=ended)
-    if (folder / SUMMARY).exists() and not ended:
-        raise CheckpointError(
-            f"checkpoint: expected an unfinished run, but {folder} has ended, it has a {SUMMARY}; --steps MORE makes it longer"
-        )
+    by_age = sorted(runs.glob(f"*/{CHECKPOINT}"), key=lambda path: path.stat().st_mtime)
+    folders = [runs / name] if name else [path.parent for path in by_age]
+    wanted = [each for each in folders if ended or not (each / SUMMARY).exists()]
+    if not wanted:
+        kind, hint = ("run", "") if ended else ("unfinished run", "; --steps MORE makes a finished one longer")
+        at = runs / name if name else runs
+        raise CheckpointError(f"checkpoint: {at} has no {kind} with a {CHECKPOINT}; --name chooses a run{hint}")
+    folder = wanted[-1]
     if not (folder / CONFIG).exists():
         raise CheckpointError(f"checkpoint: {folder / CONFIG} cannot be read, it does not exist")
     with locked(folder):
@@ -114,19 +117,6 @@ def locked(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             raise CheckpointError(f"name: expected a run that nobody uses, but {folder} is in use") from None
         yield
-
-
-def newest(runs: Path, *, ended: bool) -> Path:
-    """The folder whose checkpoint is the youngest; without ``ended``, of those that have no summary.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    found = [path for path in runs.glob(f"*/{CHECKPOINT}") if ended or not (path.parent / SUMMARY).exists()]
-    if not found:
-        kind, hint = ("run", "") if ended else ("unfinished run", "; --steps MORE makes a finished one longer")
-        raise CheckpointError(f"checkpoint: {runs} has no {kind} with a {CHECKPOINT}; --name chooses a run{hint}")
-    return max(found, key=lambda path: path.stat().st_mtime).parent
 
 
 # ---- files -------------------------------------------------------------------------------------------------------
@@ -274,9 +264,10 @@ def plot(path: Path, metrics: list[dict[str, Any]]) -> None:
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot([m["step"] for m in metrics], [m["loss"] for m in metrics], color="#8fb3d9", lw=1, label="training")
-    val = [m for m in metrics if "val_loss" in m]
-    axes.plot([m["step"] for m in val], [m["val_loss"] for m in val], "o-", color="#c0392b", ms=3, label="validation")
+    styles = {"loss": ("training", "#8fb3d9", "", 1.0), "val_loss": ("validation", "#c0392b", "o", 1.5)}
+    for field, (label, color, marker, width) in styles.items():
+        points = [(line["step"], line[field]) for line in metrics if field in line]
+        axes.plot(*zip(*points, strict=True), color=color, marker=marker, markersize=3, lw=width, label=label)
     axes.set(xlabel="step", ylabel="cross-entropy, nats a byte")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -38,7 +38,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from blazeproto.autograd.backends import missing_for_kernels
-from blazeproto.distributed import AllToAll, Symmetric, clip_grad_norm_, expert_parallel
+from blazeproto.distributed import AllToAll, Symmetric, expert_parallel
 from blazeproto.distributed.symmetric import hosts_of
 from blazeproto.router import Routing, fallback
 from blazeproto.router.router import Router
@@ -139,8 +139,7 @@ class Sharding:
     @torch.no_grad()
     def reduce(self) -> None:
         """After the last backward of a step: what FSDP2 has not reduced becomes the mean over ranks."""
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+        whole = [p.grad for p in self.model.parameters() if p.grad is not None and not isinstance(p.grad, DTensor)]
         if self.ranks.size > 1 and whole:
             flat = self.ranks.mean(torch.cat([gradient.flatten() for gradient in whole]))
             for gradient, mean in zip(whole, flat.split([g.numel() for g in whole]), strict=True):
@@ -148,13 +147,6 @@ class Sharding:
         for parameter in self.experts:
             assert parameter.grad is not None
             parameter.grad.div_(self.ranks.size)
-
-    def clip(self, most: float) -> None:
-        """Scale all gradients so that the norm of all ranks' together is at most ``most``."""
-        if not math.isfinite(most):
-            return
-        sharded = any(isinstance(p, DTensor) for p in self.model.parameters())
-        (clip_grad_norm_ if sharded else nn.utils.clip_grad_norm_)(self.model.parameters(), most)
 
 
 def dispatcher_of(model: GPT, config: Config, group: dist.ProcessGroup, ranks: Ranks) -> AllToAll | Symmetric:
@@ -188,7 +180,7 @@ def written_shards(folder: Path, step: int, state: dict[str, Any], ranks: Ranks)
     # A killed run may have left some, perhaps of another number of ranks.
     ranks.of_first(partial(shutil.rmtree, place, ignore_errors=True))
     try:
-        with quiet():
+        with warnings.catch_warnings(action="ignore"):
             dcp.save(state, checkpoint_id=place)
         names = ranks.of_first(lambda: sorted(f"{place.name}/{path.name}" for path in place.iterdir()))
         yield {"shards": place.name, CHECKSUMS: checksums_of(folder, names, ranks)}
@@ -201,14 +193,6 @@ def written_shards(folder: Path, step: int, state: dict[str, Any], ranks: Ranks)
         raise
     if ranks.first:
         keep_only(folder, place.name)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the warnings of torch.distributed.checkpoint."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def checksums_of(folder: Path, names: Iterable[str], ranks: Ranks) -> dict[str, int]:
@@ -241,7 +225,7 @@ def load_shards(
             )
     place = folder / str(saved.get("shards"))
     try:
-        with quiet():
+        with warnings.catch_warnings(action="ignore"):
             dcp.load(state, checkpoint_id=place, no_dist=alone)
     except (CheckpointException, *UNREADABLE) as error:
         reason = (str(error) or type(error).__name__).splitlines()[-1]

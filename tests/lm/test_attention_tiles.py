@@ -14,7 +14,6 @@ from torch import Tensor
 from scripts.bench.timing import SavedBytes, host_peak_bytes, relative_difference
 from scripts.lm import model as lm
 from scripts.lm.model import GPT, Block, Output
-from scripts.lm.ranks import Ranks
 from scripts.lm.settings import FORMULATIONS, GPTConfig
 from tests.lm.conftest import AtStep, Metrics, Run, interrupt
 
@@ -119,25 +118,7 @@ def test_a_batch_that_the_tiles_do_not_divide() -> None:
         torch.testing.assert_close(made, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_validation_takes_windows_of_any_number_and_length(script: Any, text: Path, tmp_path: Path) -> None:
-    losses = []
-    for tiles in (1, 2):
-        sizes = dataclasses.asdict(SMALL) | {"attention_tiles": tiles, "data": str(text), "batch": 4}
-        trainer = script.Trainer(script.Config(**sizes), tmp_path / "run", Ranks(torch.device("cpu")))
-        *_, (last, _) = trainer.val_batches.spread(10**6)
-        assert len(last) == 1 and last.shape[1] < 16, "there is a shorter window, alone in its batch"
-        torch.manual_seed(1)
-        torch.nn.init.normal_(trainer.model.head.weight, std=0.1)
-        losses.append(trainer.validate(10**6))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-
-
 # ---- scripts/train_lm --------------------------------------------------------------------------------------------
-
-
-def summary(folder: Path) -> dict[str, Any]:
-    made: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return made
 
 
 @pytest.mark.parametrize(("tiles", "then"), [(2, 2), (1, 4)])
@@ -167,5 +148,6 @@ def test_a_run_in_tiles_goes_on(
         assert metrics(tmp_path / "cut") == metrics(tmp_path / "uncut")
     plain, tiled = ([line["loss"] for line in metrics(folder)] for folder in (finished, tmp_path / "cut"))
     assert tiled == pytest.approx(plain, rel=1e-3)
-    saved = [summary(folder)["saved_activation_bytes"] for folder in (finished, tmp_path / "cut")]
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (finished, tmp_path / "cut")]
+    saved = [each["saved_activation_bytes"] for each in summaries]
     assert 0 < saved[1] < 0.8 * saved[0]

@@ -27,11 +27,9 @@ def model() -> GPT:
 def test_untrained_model_knows_nothing() -> None:
     ids = torch.randint(0, 256, (3, 16), dtype=torch.uint8)
     out = GPT(SMALL)(ids, ids)
-    assert out.loss.item() == pytest.approx(math.log(256))
-    assert out.logits.shape == (3, 16, 256)
-    assert out.loads.shape == (2, 4)
+    assert out.loss.item() == pytest.approx(math.log(256)) and out.aux_loss.item() > 0
+    assert out.logits.shape == (3, 16, 256) and out.loads.shape == (2, 4)
     assert out.loads.sum(1).tolist() == [3 * 16 * 2] * 2
-    assert out.aux_loss.item() > 0
 
 
 @pytest.mark.parametrize("router", ["top_k", "aux_free", "token_rounding", "expert_choice", "hash"])
@@ -76,10 +74,8 @@ def test_it_can_learn_a_line_by_heart() -> None:
 
 def test_generate(model: GPT) -> None:
     one = model.generate(b"abc", 40, seed=1)
-    assert one.startswith(b"abc")
-    assert len(one) == 43  # beyond the context, too
-    assert model.generate(b"abc", 40, seed=1) == one
-    assert model.generate(b"abc", 40, seed=2) != one
+    assert one.startswith(b"abc") and len(one) == 43  # beyond the context, too
+    assert model.generate(b"abc", 40, seed=1) == one != model.generate(b"abc", 40, seed=2)
     assert model.training
 
 
@@ -176,21 +172,17 @@ def test_no_window_leaves_the_text(length: int) -> None:
     assert len(list(batches.spread(length - 1))) == len(everything)
 
 
-def test_validation_of_all_the_text_has_its_last_shorter_window(script: Any, text: Path, tmp_path: Path) -> None:
-    """Each byte but the first counts once, whatever the length of its window."""
-    config = dataclasses.replace(script.Config(), **dataclasses.asdict(SMALL), data=str(text), val_bytes=10**6, batch=3)
-    trainer = script.Trainer(config, tmp_path / "run", Ranks(torch.device("cpu")))
+@pytest.mark.parametrize("tiles", [1, 3])
+def test_validation_of_all_the_text_has_its_last_shorter_window(
+    tiles: int, script: Any, text: Path, tmp_path: Path
+) -> None:
+    """Each byte but the first counts once, whatever the length of its window, which is alone in its batch."""
+    sizes = dataclasses.asdict(SMALL) | {"attention_tiles": tiles, "data": str(text), "batch": 3}
+    trainer = script.Trainer(script.Config(**sizes), tmp_path / "run", Ranks(torch.device("cpu")))
     torch.nn.init.normal_(trainer.model.head.weight)
-    held_out = trainer.val_batches.text
-    assert (len(held_out) - 1) % 16, "there is a shorter window"
+    inputs, targets = trainer.val_batches.text[:-1].split(16), trainer.val_batches.text[1:].split(16)
+    assert len(inputs[-1]) < 16, "there is a shorter window"
     trainer.model.eval()
-    losses = [
-        trainer.model(
-            held_out[None, begin : begin + 16][:, : len(held_out) - 1 - begin], held_out[None, begin + 1 :][:, :16]
-        ).loss
-        * min(16, len(held_out) - 1 - begin)
-        for begin in range(0, len(held_out) - 1, 16)
-    ]
-    assert trainer.validate(config.val_bytes) == pytest.approx(
-        float(sum(losses).detach()) / (len(held_out) - 1), rel=1e-6
-    )
+    pairs = zip(inputs, targets, strict=True)
+    total = sum(trainer.model(ids[None], of[None]).loss.item() * len(ids) for ids, of in pairs)
+    assert trainer.validate(10**6) == pytest.approx(total / sum(map(len, inputs)), rel=1e-6)

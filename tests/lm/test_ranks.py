@@ -238,18 +238,16 @@ def test_gpus(mode: str, plain: list[str], out: Path, metrics: Metrics, run: Mai
     ranks, options = min(2, torch.cuda.device_count()), [*plain, "--device", "cuda", "--bf16"]
     if not (out / "gpu").exists():
         assert run(*named(options, out, "gpu"))[0] == 0
-    name = f"gpu-{mode}"
-    for more in (["--steps", "10"], ["--resume", "--steps", "20"]):
-        given = ["--out", str(out), "--name", name, "--device", "cuda", *more]
-        whole = given if "--resume" in more else [*options, "--final-lr", "1", "--parallel", mode, *given]
-        process = torchrun(*whole, ranks=ranks)
+    whole = ["--final-lr", "1", "--parallel", mode]
+    place = ["--device", "cuda", "--out", str(out), "--name", f"gpu-{mode}"]
+    for words in (
+        [*named(options, out, f"gpu-{mode}", "--steps", "10"), *whole],
+        ["--resume", "--steps", "20", *place],
+        [*named(options, out, f"gpu-{mode}-whole"), *whole],
+        named(options, out, f"gpu-{mode}-same", "--parallel", mode),
+    ):
+        process = torchrun(*words, ranks=ranks)
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
-    process = torchrun(*named(options, out, f"{name}-whole"), "--final-lr", "1", "--parallel", mode, ranks=ranks)
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    assert metrics(out / name) == metrics(out / f"{name}-whole")
-    process = torchrun(*named(options, out, f"{name}-same"), "--parallel", mode, ranks=ranks)
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    assert largest_difference(losses(metrics, out / f"{name}-same"), losses(metrics, out / "gpu"))[0] < 0.01
+    assert metrics(out / f"gpu-{mode}") == metrics(out / f"gpu-{mode}-whole")
+    assert largest_difference(losses(metrics, out / f"gpu-{mode}-same"), losses(metrics, out / "gpu"))[0] < 0.01

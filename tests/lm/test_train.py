@@ -94,17 +94,6 @@ def test_resume_from_the_middle(
     assert same_weights(tmp_path / "cut", tmp_path / "whole")
 
 
-@pytest.mark.gpu
-def test_backends_learn_alike(tiny: list[str], run: Run, metrics: Metrics, tmp_path: Path) -> None:
-    """From one seed, on the GPU."""
-    for backend in ("hopper", "torch"):
-        options = ["--device", "cuda", "--bf16", "--backend", backend, "--out", tmp_path, "--name", backend]
-        code, printed = run(*tiny, *options)
-        assert code == 0, printed
-    hopper, torch_ = ([line["loss"] for line in metrics(tmp_path / name)] for name in ("hopper", "torch"))
-    assert hopper == pytest.approx(torch_, rel=0.02)
-
-
 def test_a_killed_run_goes_on_from_its_last_checkpoint(
     finished: Path, tiny: list[str], start: Start, run: Run, metrics: Metrics, tmp_path: Path
 ) -> None:
@@ -121,16 +110,11 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(
 
 
 def test_a_finished_run_is_left_alone(finished: Path, tiny: list[str], run: Run) -> None:
-    before = (finished / "metrics.jsonl").read_bytes()
-    code, printed = run("--resume", "--out", finished.parent)
-    assert code == 2
-    assert "no unfinished run" in printed
+    refused(run, finished, "checkpoint: .* has no unfinished run")
+    refused(run, finished, "checkpoint: .* has no unfinished run", "--name", finished.name)
     code, printed = run(*tiny, "--out", finished.parent, "--name", finished.name)
-    assert code == 2
-    assert "name: expected a new run" in printed
-    assert (finished / "metrics.jsonl").read_bytes() == before
-    code, _ = run(*tiny, "--steps", 1, "--out", finished.parent)
-    assert code == 0
+    assert code == 2 and "name: expected a new run" in printed
+    assert run(*tiny, "--steps", 1, "--out", finished.parent)[0] == 0
     assert (finished.parent / "cpu-2" / "metrics.jsonl").exists()
 
 
@@ -143,12 +127,8 @@ def test_a_finished_run_is_made_longer(tiny: list[str], run: Run, metrics: Metri
     assert run(*options, "--name", "whole")[0] == 0
     assert metrics(tmp_path / "longer") == metrics(tmp_path / "whole")
     assert same_weights(tmp_path / "longer", tmp_path / "whole")
-    configs, summaries = (
-        [json.loads((tmp_path / name / f"{file}.json").read_text()) for name in ("longer", "whole")]
-        for file in ("config", "summary")
-    )
-    assert configs[0] == configs[1] and summaries[0]["steps"] == 20
-    assert summaries[0]["sample"] == summaries[1]["sample"]
+    configs = [(tmp_path / name / "config.json").read_text() for name in ("longer", "whole")]
+    assert configs[0] == configs[1] and json.loads((tmp_path / "longer" / "summary.json").read_text())["steps"] == 20
 
 
 def test_a_run_that_is_made_longer_is_unfinished_until_it_ends(
@@ -221,13 +201,6 @@ def test_checkpoints_come_as_often_as_they_were_asked_for(
     often = ["--checkpoint-every", 7, "--log-every", 100, "--val-every", 100]
     assert run(*tiny, *often, "--out", tmp_path)[0] == 0
     assert saved == [7, 14, 20]
-
-
-def test_there_is_no_validation_loss_before_the_first(tiny: list[str], run: Run, tmp_path: Path) -> None:
-    code, printed = run(*tiny, "--steps", 8, "--out", tmp_path)
-    lines = [line for line in printed.splitlines() if line.startswith("step")]
-    assert code == 0 and "nan" not in printed
-    assert ["val" in line for line in lines] == [False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -305,29 +278,16 @@ def test_a_damaged_checkpoint_is_said(content: Any, finished: Path, run: Run) ->
     refused(run, finished, "checkpoint: .*checkpoint.pt cannot be read, it seems damaged")
 
 
-@pytest.mark.parametrize("name", ["data.pkl", "/data/"])
+@pytest.mark.parametrize("name", ["data.pkl", "/data/", ""])
 def test_a_flipped_bit_is_said(name: str, finished: Path, run: Run) -> None:
-    """In the record of a tensor too, which any number is right for."""
-    path = cut_short(finished)
-    with zipfile.ZipFile(path) as archive:
-        records = [record for record in archive.infolist() if name in record.filename]
-        record = max(records, key=lambda record: record.file_size)
-        beginning = archive.read(record)[:64]
-    content = bytearray(path.read_bytes())
-    content[content.index(beginning) + record.file_size // 2] ^= 4
-    path.write_bytes(content)
-    refused(
-        run, finished, "checkpoint: .*checkpoint.pt cannot be read, it seems damaged .the checksum of .* does not match"
-    )
-
-
-def test_a_record_that_a_flipped_bit_makes_a_folder_is_said(finished: Path, run: Run) -> None:
-    """torch.load reads nothing of it, and takes whatever the memory holds."""
+    """In the record of a tensor, which any number is right for, and in the directory: of a folder torch.load reads nothing."""
     path = cut_short(finished)
     content = bytearray(path.read_bytes())
     with zipfile.ZipFile(path) as archive:
-        directory = archive.start_dir
-    content[directory + 38] ^= 0x10  # attributes of the first record
+        record = max((each for each in archive.infolist() if name in each.filename), key=lambda each: each.file_size)
+        place = content.index(archive.read(record)[:64]) + record.file_size // 2
+        attributes = archive.start_dir + 38  # of the first record
+    content[place if name else attributes] ^= 4 if name else 0x10
     path.write_bytes(content)
     refused(
         run, finished, "checkpoint: .*checkpoint.pt cannot be read, it seems damaged .the checksum of .* does not match"
