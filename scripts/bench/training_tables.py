@@ -370,9 +370,8 @@ def plot_runs(figure: Any, record: Record, item: str = "accuracy") -> None:
             losses = smoothed(timed[run]["losses"])
             seconds = [step * timed[run]["ms_a_step"] / 1e3 for step in range(1, len(losses) + 1)]
             axes[1].plot(seconds, losses, lw=1, color=line.get_color())
+    axes[-1].set(xlabel="s")
     axes[0].set(xlabel="step", ylabel="training loss, smoothed, nats a byte", yscale="log")
-    for axis in axes[1:]:
-        axis.set(xlabel="s")
     axes[0].legend(frameon=False, fontsize=8)
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)

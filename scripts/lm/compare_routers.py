@@ -27,18 +27,10 @@ PAGE = REPOSITORY / "docs" / "routers.md"
 BEGIN, END = "<!-- table -->\n", "<!-- /table -->"
 
 
-def run_of(runs: Path, name: str) -> Path:
-    return runs / f"router-{name}"
-
-
-def has_ended(runs: Path, name: str) -> bool:
-    return (run_of(runs, name) / SUMMARY).exists()  # which a run writes last
-
-
-def is_preset(runs: Path, name: str) -> bool:
-    """Whether a run had the settings of the CPU preset, but for its router."""
-    preset = dataclasses.asdict(dataclasses.replace(PRESETS["cpu"], router=name))
-    return read_config(run_of(runs, name) / CONFIG) == preset
+def ended_in(runs: Path) -> dict[str, Path]:
+    """The folders of the runs that have ended, which have a summary then, by router."""
+    folders = {name: runs / f"router-{name}" for name in ROUTERS}
+    return {name: folder for name, folder in folders.items() if (folder / SUMMARY).exists()}
 
 
 def row_of(name: str, line: dict[str, float], more: float) -> str:
@@ -50,7 +42,7 @@ def row_of(name: str, line: dict[str, float], more: float) -> str:
 def table(runs: Path, names: list[str], earlier: str = "") -> str:
     """The rows of the runs that have ended, and those that the ``earlier`` table has of other routers."""
     kept = {found[1]: found[0] for found in re.finditer(r"^\| `(\w+)` \|.*$", earlier, re.MULTILINE)}
-    lines = {name: read_lines(run_of(runs, name) / METRICS) for name in names if has_ended(runs, name)}
+    lines = {name: read_lines(folder / METRICS) for name, folder in ended_in(runs).items()}
     last = {name: [line for line in each if "val_loss" in line][-1] for name, each in lines.items()}
     base = {name: float(row.split("|")[2]) for name, row in kept.items()}
     base |= {name: line["val_loss"] for name, line in last.items()}
@@ -71,26 +63,28 @@ def main() -> int:
     args = parser.parse_args()
     if unknown := sorted(set(args.names) - set(ROUTERS)):
         parser.error(f"names: expected some of {list(ROUTERS)}, got {unknown}")
-    missing = [name for name in args.names or ROUTERS if args.train and not has_ended(args.runs, name)]
-    for name in missing:
-        started = run_of(args.runs, name).exists()
+    before = ended_in(args.runs)
+    for name in [name for name in args.names or ROUTERS if args.train and name not in before]:
+        started = (args.runs / f"router-{name}").exists()
         how = ["--resume"] if started else ["--preset", "cpu", "--router", name]
         command = ["scripts.train_lm", "--device", "cpu", "--out", str(args.runs), "--name", f"router-{name}"]
         if code := run_module(*command, *how):
             return code
-    ended = [name for name in ROUTERS if has_ended(args.runs, name)]
+    ended = ended_in(args.runs)
     if not ended:
         expected = f"expected runs router-NAME that have ended, but {args.runs} has none"
         refuse(f"--runs: {expected}; {PAGE.name} stays as it is")
-    if others := [name for name in ended if not is_preset(args.runs, name)]:
-        print(table(args.runs, ended))
+    cpu = {name: dataclasses.replace(PRESETS["cpu"], router=name) for name in ended}
+    others = [name for name, run in ended.items() if read_config(run / CONFIG) != dataclasses.asdict(cpu[name])]
+    if others:
+        print(table(args.runs, [*ended]))
         why = "its runs have the preset's settings; these have others"
         print(f"{PAGE.name} stays as it is, {why}: {', '.join(others)}")
         return 0
-    before, rest = PAGE.read_text().split(BEGIN)
-    earlier, after = rest.split(END)
+    above, rest = PAGE.read_text().split(BEGIN)
+    earlier, below = rest.split(END)
     text = table(args.runs, list(ROUTERS), earlier)
-    PAGE.write_text(before + BEGIN + text + END + after)
+    PAGE.write_text(above + BEGIN + text + END + below)
     print(text)
     return 0
 

@@ -84,14 +84,16 @@ def options_of(config: Config) -> list[str]:
 
 def train(training: Training, machine: Machine) -> list[Row]:
     """The row of a run, made or gone on with; no row where the time was over. RuntimeError where training fails."""
-    place = OPTIONS.folder / str(training)
+    place, seconds = OPTIONS.folder / str(training), OPTIONS.ends - time.monotonic()
+    if seconds <= 0:
+        return []
     if place.exists() and not (place / CHECKPOINT).exists():  # it was killed before there was one
         shutil.rmtree(place)
     words = ["--out", str(place.parent), "--name", place.name, "--device", machine.device]
     words += ["--resume"] if place.exists() else ["--preset", "hopper", *options_of(training.config)]
     before = json.loads((place / KERNELS).read_text()) if (place / KERNELS).exists() else {}
-    seconds = min(OPTIONS.ends - time.monotonic(), threading.TIMEOUT_MAX)
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))  # as Ctrl-C would end it
+    interrupt = os.kill, (os.getpid(), signal.SIGINT)  # as Ctrl-C would end it
+    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), *interrupt)
     with identity.launched() as kernels, ExitStack() as ends:
         ends.callback(timer.cancel)
         timer.start()
