@@ -167,7 +167,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
             folders = [each.filename for each in archive.infolist() if each.external_attr & FOLDER]
             # torch.load compares no checksum, and reads nothing of a folder.
             if damaged := next(filter(None, [archive.testzip(), *folders]), None):
-                raise ValueError(f"the checksum of {damaged} does not match")
+                raise ValueError(f"the record {damaged} is not as it was written")
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         start = f"the run ended before its first one; remove {path.parent} to start it again"
@@ -234,7 +234,8 @@ def read_metrics(path: Path, steps: int, checksum: int | None = None) -> list[di
     metrics = []
     with suppress(OSError, ValueError, LookupError, TypeError):  # no file, a torn last line, or damage before it
         for text in path.read_text().splitlines():
-            metrics += [line] if (line := json.loads(text))["step"] < steps else []
+            line = json.loads(text)
+            metrics += [line] if line["step"] < steps else []
     if path.exists() and checksum not in (None, checksum_of(metrics)):
         raise CheckpointError(
             f"checkpoint: {path} seems damaged, the checksum of its first {steps} steps does not match; "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -120,12 +122,15 @@ def test_files_are_held_out_whole(text: Path) -> None:
 
 
 def test_split_does_not_depend_on_other_files(text: Path, tmp_path: Path) -> None:
-    _, before = load_data(str(text), 32)
-    for file in text.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    """A file's name is no matter; content that is no UTF-8 is left out."""
+    train, held_out = load_data(str(text), 32)
+    shutil.copytree(text, tmp_path, dirs_exist_ok=True)
     (tmp_path / ".hidden").write_text("not this")
     (tmp_path / "image.bin").write_bytes(b"\xff\xfe\x00" * 100)
-    assert torch.equal(load_data(str(tmp_path), 32)[1], before)
+    (tmp_path / "odd.txt").write_bytes(b"\xff\xfe no text")
+    assert all(map(torch.equal, load_data(str(tmp_path), 32), (train, held_out)))
+    (tmp_path / os.fsdecode(b"odd\xff.txt")).write_bytes(b"odd but text")
+    assert b"odd but text" in b"".join(bytes(part.tolist()) for part in load_data(str(tmp_path), 32))
 
 
 def test_one_file_gives_its_last_tenth(tmp_path: Path) -> None:
