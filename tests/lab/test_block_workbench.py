@@ -164,7 +164,8 @@ def test_bad_input_raises(arguments: dict[str, Any], argument: str, error: type[
 
 @pytest.mark.parametrize(("what", "error"), [("counters", NotImplementedError), ("time", RuntimeError)])
 def test_what_there_is_not_says_so(what: str, error: type[Exception]) -> None:
-    refuses(getattr(BlockWorkbench(device="cpu"), what), what, error)
+    with pytest.raises(error, match=f"{what}: expected "):
+        getattr(BlockWorkbench(device="cpu"), what)()
 
 
 @pytest.mark.parametrize("layer", [dMoE(64, 128, 2, 1), SequentialMoE(64, 128, 2, 1)])
