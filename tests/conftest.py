@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch._C._dynamo import eval_frame
 
 from blazeproto.runtime.arch import missing
@@ -83,6 +84,34 @@ def gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
         if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 1 << 29:
             gc.collect()
             torch.cuda.empty_cache()
+
+
+@pytest.fixture(scope="session")
+def nvdisasm() -> None:
+    """For tests that need it."""
+    from blazeproto.gemm import nvrtc
+
+    try:
+        nvrtc.find_tool("nvdisasm")
+    except FileNotFoundError:
+        pytest.skip("needs nvdisasm")
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Every torch.empty comes filled with NaN (indices: the largest integer)."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    """A process group of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 # --- As it was found -------------------------------------------------------------------------------------------------------

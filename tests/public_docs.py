@@ -20,7 +20,6 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 from tests.integrations import titan
@@ -234,7 +233,3 @@ def complaints_about_source(doc: str | None) -> list[str]:
     if not re.search(SOURCES, text):
         return ["names no source"]
     return [] if re.search(rf"(?:{SOURCES})[^;]{{0,60}}?(?:{PLACE})", text) else ["names no place in its source"]
-
-
-def module_of(name: str) -> ModuleType:
-    return importlib.import_module(name)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from blazeproto.gemm import PRODUCTS, Sizes
 from blazeproto.lab.calls import CALLS
 from blazeproto.lab.oracle import YARDSTICK, evaluate, make_case
 from scripts.bench.common import SHAPES
+from tests.python import python
 from tests.refusals import refuses
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,11 +107,9 @@ def test_least_bytes_are_those_of_a_call_s_arrays(name: str) -> None:
     arrays = {each: value for each, value in call.arguments(case, given, made).items() if isinstance(value, Tensor)}
     if not call.needs:
         assert not any("bias" in each for each in arrays)
-    assert product.least_bytes(sizes) == sum(map(nbytes, arrays.values())) + 4 * sizes.rows * len(product.spec.by_pair)
-
-
-def nbytes(array: Tensor) -> int:
-    return array.numel() * array.element_size()
+    assert product.least_bytes(sizes) == sum(array.nbytes for array in arrays.values()) + 4 * sizes.rows * len(
+        product.spec.by_pair
+    )
 
 
 def test_saved_bytes_are_the_design_s_table() -> None:
@@ -371,4 +368,4 @@ def test_floors_need_no_torch() -> None:
         "import sys; from blazeproto import cost; from blazeproto.gemm import Sizes; "
         "cost.layer_floor_ms(Sizes(8, 8, 8, 2, 1)); sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+    python("-c", code, cwd=ROOT)

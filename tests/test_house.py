@@ -8,6 +8,7 @@ import inspect
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from graphlib import TopologicalSorter
 from importlib.util import resolve_name
@@ -324,12 +325,9 @@ def test_one_index_record() -> None:
 
 
 def test_no_two_classes_share_a_name() -> None:
-    homes: dict[str, list[str]] = {}
-    for name, path in MODULES.items():
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef):
-                homes.setdefault(node.name, []).append(name)
-    assert not {name: where for name, where in homes.items() if len(where) > 1}
+    bodies = (ast.parse(path.read_text()).body for path in MODULES.values())
+    names = [node.name for body in bodies for node in body if isinstance(node, ast.ClassDef)]
+    assert not Counter(names) - Counter({*names})
 
 
 @pytest.mark.parametrize("folder", ["blazeproto", "ptxsim", "scripts", "tests"])

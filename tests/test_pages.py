@@ -6,7 +6,6 @@ import ast
 import doctest
 import importlib.util
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests import pages
+from tests.python import python
 
 TYPES = ("--allow-untyped-defs", "--ignore-missing-imports")  # a page may leave out annotations, and import axolotl
 
@@ -61,9 +61,8 @@ def test_the_python_of_readme_and_pages_type_checks(tmp_path: Path) -> None:
     for source in sources:
         name = "_".join(source.relative_to(pages.ROOT).with_suffix("").parts)
         (tmp_path / f"{name}.py").write_text("\n".join(pages.BLOCK.findall(source.read_text())))
-    command = [sys.executable, "-m", "mypy", "--config-file", str(pages.ROOT / "pyproject.toml"), *TYPES, str(tmp_path)]
-    done = subprocess.run(command, cwd=pages.ROOT, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout
+    options = ("--config-file", str(pages.ROOT / "pyproject.toml"), *TYPES)
+    python("-m", "mypy", *options, str(tmp_path), cwd=pages.ROOT, timeout=600)
 
 
 # --- Examples in docstrings, which the API pages show ------------------------------------------------------------------------
@@ -152,6 +151,5 @@ def test_the_commands_are_programs(module: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("module", [module for module in OPTIONS if OPTIONS[module]])
 def test_the_commands_have_their_options(module: str) -> None:
-    command = [sys.executable, "-m", module, "--help"]
-    listed = subprocess.run(command, cwd=pages.ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
+    listed = python("-m", module, "--help", cwd=pages.ROOT, timeout=120)
     assert not [option for option in OPTIONS[module] if not re.search(rf"{option}\b", listed)]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import blazeproto
+from tests.python import python
 
 
 def test_modules_can_be_executed_again(tmp_path: Path) -> None:
@@ -15,6 +14,4 @@ def test_modules_can_be_executed_again(tmp_path: Path) -> None:
     shutil.copytree(
         Path(blazeproto.__file__).parent, tmp_path / "blazeproto", ignore=shutil.ignore_patterns("__pycache__")
     )
-    command = [sys.executable, str(Path(__file__).with_name("reloading.py")), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    python(str(Path(__file__).with_name("reloading.py")), str(tmp_path), timeout=300, cwd=tmp_path)

@@ -5,11 +5,8 @@ from __future__ import annotations
 import html
 import importlib
 import inspect
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests import public_docs
+from tests.python import python
 from tests.test_site import MODULES, ROOT
 
 pytest.importorskip("zensical")
@@ -45,10 +43,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in COPIED:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, folder / name)
-    command = [sys.executable, "-m", "scripts.site"]
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    python("-m", "scripts.site", variables={"PYTHONPATH": str(folder)}, cwd=folder, timeout=300)
     return folder / "site"
 
 

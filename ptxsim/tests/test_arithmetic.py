@@ -13,10 +13,10 @@ from fractions import Fraction
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
-from approximate import APPROXIMATE
 from ptx_programs import INSTRUCTIONS
 
 from ptxsim import arithmetic
@@ -33,6 +33,29 @@ EDGES_F32 = [
     *(0x7FC00000, 0x7F800001, 0x7FFFFFFF),
 ]
 EDGES_F32 += [bits | 0x80000000 for bits in EDGES_F32]
+
+
+class Bound(NamedTuple):
+    """|result - exact| is at most the larger of ``relative`` * |exact| and ``absolute``."""
+
+    relative: float
+    absolute: float = 0.0
+
+
+# What the ISA allows the hardware, in whose place stands the exact value, rounded. sin and cos: between -2 pi and 2 pi.
+BOUNDS = {
+    "div.approx": Bound(2**-22),  # 9.7.3.8, 2 ulp, for a divisor of 2^-126 to 2^126
+    "div.full": Bound(2**-22),  # 9.7.3.8, 2 ulp
+    "rcp.approx": Bound(2**-23),  # 9.7.3.13, 1 ulp
+    "sqrt.approx": Bound(2**-23),  # 9.7.3.15
+    "rsqrt.approx": Bound(2**-22.9),  # 9.7.3.16
+    "sin.approx": Bound(0, 2**-20.5),  # 9.7.3.18
+    "cos.approx": Bound(0, 2**-20.5),  # 9.7.3.19
+    "lg2.approx": Bound(2**-22, 2**-22),  # 9.7.3.20
+    "ex2.approx": Bound(2**-22),  # 9.7.3.21, 2 ulp
+    "tanh.approx": Bound(2**-11),  # 9.7.3.22
+}
+APPROXIMATE = {f"{name}{ftz}.f32": bound for name, bound in BOUNDS.items() for ftz in ("", ".ftz")}
 
 
 def perform(operations: Operations, opcode: str, *sources: Iterable) -> np.ndarray:

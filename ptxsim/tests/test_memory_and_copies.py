@@ -1,4 +1,4 @@
-"""Memory, atomics, copies and products: what a GPU makes of them, and what is an error."""
+"""Memory, atomics, copies, products, and lanes that meet: what a GPU makes of them, and what is an error."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import sys
 
 import numpy as np
 import pytest
-from small_kernels import cuda, faults_of, ptx, zeros
+from small_kernels import INTS, cuda, faults_of, ptx, zeros
 
 import ptxsim
-from ptxsim import Arrays, MachineError, Program
+from ptxsim import Arrays, MachineError, Program, Report
 from ptxsim.schedule import run as run_program
 
 pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="NVRTC is not on macOS")
@@ -71,3 +71,91 @@ def test_a_multicast_to_nobody_and_to_ranks_that_there_are_not(mask: int) -> Non
     __syncthreads(); wait(&b, 0);"""
     box = ptxsim.tensor_map(np.zeros((8, 8), np.int32), (4, 8))
     faults_of(cuda(body, "const __grid_constant__ Map map"), [box])
+
+
+# --- Warps and lanes that meet: masks of members, barriers, mbarriers, and what of them is an error ----------------------
+
+
+def test_a_lock_taken_by_lanes_of_one_warp_does_not_end() -> None:
+    """On a GPU it does, since Volta (CUDA guide, "Independent Thread Scheduling"); here the lanes further back spin for ever."""
+    body = """__shared__ int lock; if (!threadIdx.x) lock = 0; __syncthreads();
+    while (atomicCAS(&lock, 0, 1)); o[0] += 1; __threadfence(); atomicExch(&lock, 0);"""
+    with pytest.raises(MachineError, match=r"more than 2000 instructions\n  CTA 0, warp 0 at kernel.cu:\d+") as error:
+        ptxsim.run(cuda(body), 1, 32, [zeros(), INTS], most=2000)
+    assert error.value.report.steps == 2001
+
+
+def test_prefix_sums_race_without_their_second_barrier() -> None:
+    body = """__shared__ int s[256]; s[threadIdx.x] = x[threadIdx.x]; __syncthreads();
+    for (int d = 1; d < 256; d *= 2) {
+        int v = threadIdx.x >= d ? s[threadIdx.x - d] : 0; BARRIER s[threadIdx.x] += v; __syncthreads();
+    } o[threadIdx.x] = s[threadIdx.x];"""
+    x, out = np.arange(256, dtype=np.int32), zeros(256)
+
+    def report(barrier: str) -> Report:
+        return ptxsim.run(cuda(body.replace("BARRIER", barrier)), 1, 256, [out, x])
+
+    assert report("").races
+    assert not report("__syncthreads();").races and (out == x.cumsum()).all()
+
+
+# --- Lanes that branched apart meet at what they all take part in, also where some come from further back in the text ----
+
+
+TEXT = """
+.version 8.7
+.target sm_90a
+.address_size 64
+.visible .entry program(.param .u64 program_param_0)
+{
+    .reg .pred %p<3>;
+    .reg .b32 %r<6>;
+    .reg .b64 %rd<4>;
+    .shared .align 4 .b8 kept[4];
+    ld.param.u64 %rd1, [program_param_0];
+    mov.u32 %r1, %tid.x;
+    mov.u32 %r4, kept;
+    mov.u32 %r2, 1;
+    setp.eq.u32 %p1, %r1, 0;
+    @%p1 bra $FAR;
+$HERE:
+    MEET
+    ld.shared.u32 %r3, [%r4];
+    mul.wide.u32 %rd2, %r1, 4;
+    add.s64 %rd3, %rd1, %rd2;
+    st.global.u32 [%rd3], %r3;
+    ret;
+$FAR:
+    mov.u32 %r2, 7;
+    st.shared.u32 [%r4], %r2;
+    THEN
+}
+"""
+
+
+def result_of(meet: str, then: str, threads: int) -> list[int]:
+    out = np.zeros(threads, np.uint32)
+    for seed in range(5):
+        out[:] = 0
+        assert not ptxsim.run(TEXT.replace("MEET", meet).replace("THEN", then), 1, threads, [out], seed=seed).races
+    return out.tolist()
+
+
+@pytest.mark.parametrize(
+    ("meet", "threads"),
+    [
+        ("bar.sync 0;", 64),
+        ("bar.warp.sync 0xffffffff;", 32),
+        ("redux.sync.add.s32 %r3, %r2, 0xffffffff;", 32),
+        ("shfl.sync.idx.b32 %r3, %r2, 0, 31, 0xffffffff;", 32),
+        ("vote.sync.any.pred %p2, %p1, 0xffffffff;", 32),
+        ("elect.sync %r3|%p2, 0xffffffff;", 32),
+    ],
+)
+def test_lanes_wait_for_those_from_further_on(meet: str, threads: int) -> None:
+    assert result_of(meet, "bra $HERE;", threads) == [7] * threads
+
+
+@pytest.mark.parametrize("meet", ["bar.sync 0;", "bar.warp.sync 0xffffffff;"])
+def test_lanes_at_their_end_are_not_waited_for(meet: str) -> None:
+    assert result_of(meet, "ret;", 32) == [0] + [7] * 31

@@ -1,9 +1,10 @@
-"""What the tests of this folder share: a case of ``moe_mlp``, the bytes that a forward saves, memory that is poisoned."""
+"""What the tests of this folder share: a case of ``moe_mlp``, the bytes that a forward saves, calls that are watched."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
+from types import ModuleType
 
 import pytest
 import torch
@@ -27,19 +28,11 @@ def gpu_case() -> Callable[..., cases.Case]:
 
 def _bytes_saved_by(forward: Callable[[], Tensor], weights: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages that a forward pass saves, beside the weights."""
-    kept: dict[int, tuple[int, Tensor]] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = (storage.nbytes(), tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = forward()
-    for weight in weights:
-        kept.pop(weight.untyped_storage().data_ptr(), None)
-    assert out.requires_grad
-    return sum(num_bytes for num_bytes, _ in kept.values())
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        assert forward().requires_grad
+    kept, beside = ({s.data_ptr(): s for s in map(Tensor.untyped_storage, of)} for of in (saved, weights))
+    return sum(storage.nbytes() for place, storage in kept.items() if place not in beside)
 
 
 @pytest.fixture
@@ -49,8 +42,11 @@ def bytes_saved_by() -> Callable[..., int]:
 
 
 @pytest.fixture
-def poisoned() -> Iterator[None]:
-    """Every torch.empty comes filled with NaN (indices: the largest integer)."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``watch(module, name, look)``: from now on ``look`` has the arguments of each call of a module's function, before it."""
+
+    def watch(module: ModuleType, name: str, look: Callable[..., object]) -> None:
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **options: (look(*args, **options), real(*args, **options))[1])
+
+    return watch

@@ -26,7 +26,7 @@ from blazeproto.gemm import quantize, registry, weight_fp8
 from blazeproto.gemm.e4m3 import scale_of
 from blazeproto.gemm.product import Variant
 from blazeproto.gemm.registry import quantized_kernels
-from tests.autograd.comparison import assert_same_bits
+from tests.autograd.cases import assert_same_bits
 from tests.refusals import refuses
 
 SIZES = (37, 144, 256, 5, 3)
@@ -358,15 +358,11 @@ def test_weights_of_a_layer_that_fp8_refuses_are_not_quantized(options):
     assert layer.quantized is None
 
 
-class Elsewhere:
-    """A dispatcher."""
-
-
 def test_a_layer_that_cannot_keep_weights_says_so(layer):
     refuses(dMoE(64, 128, 4, 2).quantize_weights, "precision")
     kept, layer.quantized = layer.quantized, 3
     refuses(lambda: layer(X), "quantized", TypeError)
-    layer.quantized, layer.dispatcher = kept, Elsewhere()
+    layer.quantized, layer.dispatcher = kept, object()
     refuses(lambda: layer(X), "quantized", RuntimeError)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from blazeproto.autograd import grouped_experts, quantize_weights
-from tests.autograd.comparison import assert_same_bits
+from tests.autograd.cases import assert_same_bits
 from tests.gpu import Captured
 
 pytestmark = pytest.mark.gpu

@@ -125,7 +125,7 @@ LAUNCHES = (
 
 
 @pytest.fixture
-def quantized_orders(monkeypatch):
+def quantized_orders(monkeypatch, poisoned):
     """What is quantized of weights, in order: forward's order, the transpose. torch fills new memory with NaN."""
     orders: list[tuple[bool, bool]] = []
 
@@ -145,9 +145,7 @@ def quantized_orders(monkeypatch):
     monkeypatch.setattr(hopper_backend, "current_stream", lambda _: 0)
     for module in (steps, mlp):
         monkeypatch.setattr(module, "backend_on", lambda *_, **__: hopper_backend)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield orders
-    torch.use_deterministic_algorithms(False)
+    return orders
 
 
 OWN, TURNED, BOTH = (True, False), (False, True), (True, True)
@@ -185,14 +183,13 @@ def test_weights_are_rounded_to_the_dtype_of_x_first(quantized_orders):
     assert all(map(torch.equal, from_f32, from_bf16)) and not torch.equal(from_f32.values, exact.values)
 
 
-def test_dh_lies_over_h_which_nobody_else_reads(make_case, quantized_orders, monkeypatch):
-    launch, over = down_backward.launch, []
-
-    def seen(*given: Any, **named: Any) -> None:
-        over.append(named["dh"].values.data_ptr() == given[2].values.data_ptr())
-        launch(*given, **named)
-
-    monkeypatch.setattr(down_backward, "launch", seen)
+def test_dh_lies_over_h_which_nobody_else_reads(make_case, quantized_orders, watch):
+    over = []
+    watch(
+        down_backward,
+        "launch",
+        lambda _, __, h, *___, dh, **____: over.append(dh.values.data_ptr() == h.values.data_ptr()),
+    )
     make_case(*SIZES).run(precision="fp8")
     assert over == [True]
 

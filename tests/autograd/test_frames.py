@@ -3,12 +3,10 @@ the GPU counts them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from blazeproto import MoE, moe_mlp
 from blazeproto.autograd import LowRank, grouped_experts
@@ -86,13 +84,6 @@ def test_eight_frames_with_a_row_capacity_and_in_fp8(option: str) -> None:
     value, kernels = RARER[option]
     found = step(made(**{option: value}))
     assert kernels <= found.keys() and not deeper(found, EIGHT)
-
-
-@pytest.fixture
-def group() -> Iterator[Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def test_eight_frames_with_a_dispatcher(group: Any) -> None:

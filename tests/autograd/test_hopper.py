@@ -10,15 +10,13 @@ import torch
 
 from blazeproto.activations import ACTIVATIONS, clamped_swiglu
 from blazeproto.autograd import SavePolicy, hopper_backend, saved_bytes
-from tests.autograd.cases import WEIGHTS
-from tests.autograd.comparison import assert_as_good_as, assert_close, assert_same_bits
+from tests.autograd.cases import WEIGHTS, assert_as_good_as, assert_close, assert_same_bits
 from tests.autograd.test_against_reference import ROUTINGS
 from tests.gpu import Captured, no_waiting
 from tests.refusals import refuses
 
 pytestmark = pytest.mark.gpu
 
-POLICIES = [policy.value for policy in SavePolicy]
 MIB = 1 << 20
 
 
@@ -54,7 +52,9 @@ ADAPTED = [
 @pytest.mark.parametrize(
     "shape", [(1, 64, 64, 1, 1), (37, 72, 40, 5, 3), (4096, 512, 2048, 4, 1), (2048, 256, 256, 128, 4)]
 )
-@pytest.mark.parametrize(("save", "options"), [*((save, {}) for save in POLICIES), *(("minimal", a) for a in ADAPTED)])
+@pytest.mark.parametrize(
+    ("save", "options"), [*((save, {}) for save in SavePolicy), *(("minimal", a) for a in ADAPTED)]
+)
 def test_shapes(gpu_case, poisoned, shape, save, options):
     case = gpu_case(*shape, **options)
     got = case.run(backend="hopper", save=save)
@@ -68,7 +68,7 @@ def test_gradients_of_float32_factors_are_not_rounded(gpu_case, poisoned):
         assert not torch.equal(gradient, gradient.bfloat16().float())
 
 
-@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("save", SavePolicy)
 @pytest.mark.parametrize("capacity", [None, 0.6])
 @pytest.mark.parametrize("workspace_bytes", [None, 2_000_000])
 @pytest.mark.parametrize("trained", [(), WEIGHTS, ("down_proj",)])
@@ -104,12 +104,12 @@ def test_nothing_as_large_as_a_frozen_weight_and_no_loop_over_experts(gpu_case):
 @pytest.mark.parametrize("bias", [False, True])
 def test_policies_agree_to_the_bit(gpu_case, poisoned, workspace_bytes, bias):
     case = gpu_case(*SHAPE, bias=bias, sentinels=True)
-    results = [case.run(save=save, backend="hopper", workspace_bytes=workspace_bytes) for save in POLICIES]
+    results = [case.run(save=save, backend="hopper", workspace_bytes=workspace_bytes) for save in SavePolicy]
     for first, second in itertools.pairwise(results):
         assert_same_bits(first, second)
 
 
-@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("save", SavePolicy)
 def test_chunks_equal_the_whole(gpu_case, poisoned, save):
     case = gpu_case(*SHAPE, bias=True, sentinels=True)
     whole = case.run(backend="hopper", save=save)
@@ -127,7 +127,7 @@ def test_a_capacity(gpu_case, poisoned, capacity, routing):
         *sizes, bias=True, capacity=capacity, sentinels=routing == "sentinels", varying=routing == "varying"
     )
     expected, yardstick = case.reference(), case.run(backend="torch")
-    for save in POLICIES:
+    for save in SavePolicy:
         for workspace_bytes in (None,) if routing == "varying" else (None, 1_000_000):
             got = case.run(backend="hopper", save=save, workspace_bytes=workspace_bytes)
             assert_as_good_as(got, yardstick, expected)
@@ -161,7 +161,7 @@ def test_a_capacity_bounds_the_memory(gpu_case):
 
 
 @pytest.mark.parametrize("combine", FUSED)
-@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("save", SavePolicy)
 @pytest.mark.parametrize("shape", [SHAPE, (37, 72, 40, 5, 3), (700, 264, 40, 4, 1)])
 @pytest.mark.parametrize("rank", [None, 8, 72])
 def test_fused_combine(gpu_case, poisoned, shape, save, combine, rank):
@@ -206,7 +206,7 @@ def test_fused_combine_captured_compiled_and_without_waiting(gpu_case, combine, 
     assert_as_good_as(case.gradients(out), other.run(backend="torch"), other.reference())
 
 
-@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("save", SavePolicy)
 def test_fused_both_has_no_rows_of_tokens_width(gpu_case, save):
     """(T K, d) in bf16 would be more than all that forward or backward takes; "fused" has them in backward."""
     num_tokens, d, n, num_experts, top_k = 8192, 1024, 32, 8, 8
@@ -294,7 +294,7 @@ def test_bit_identical_over_repeats(gpu_case, workspace_bytes, factors):
         assert_same_bits(first, case.run(backend="hopper", workspace_bytes=workspace_bytes))
 
 
-@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("save", SavePolicy)
 @pytest.mark.parametrize("kind", ["whole", "chunks", "bias", "varying", "factors"])
 def test_cuda_graph_replayed_with_another_routing(gpu_case, save, kind):
     """Captured once, replayed with other tokens, scores and experts: the bits of an eager run."""
@@ -315,7 +315,7 @@ def test_cuda_graph_replayed_with_another_routing(gpu_case, save, kind):
 
 
 @pytest.mark.parametrize("workspace_bytes", [None, 3_000_000])
-@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("save", SavePolicy)
 def test_never_waits_for_the_device(gpu_case, save, workspace_bytes):
     case = gpu_case(*SHAPE, bias=True)
     options = {"save": save, "backend": "hopper", "workspace_bytes": workspace_bytes}
@@ -332,7 +332,7 @@ def test_torch_backend_never_waits_either(gpu_case):
 
 
 @pytest.mark.parametrize("workspace_bytes", [None, 3_000_000])
-@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("save", SavePolicy)
 @pytest.mark.parametrize("factors", [None, "both"])
 def test_a_kept_graph_runs_backward_again(gpu_case, save, workspace_bytes, factors):
     """Then H is not written over; the last backward lets go of it."""
@@ -373,7 +373,7 @@ def test_another_gpu_than_the_current_one(gpu_case, workspace_bytes, one_thread)
     assert_same_bits([result.to("cuda:0") for result in results], expected)
 
 
-@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("save", SavePolicy)
 def test_weights_that_move_between_forward_and_backward(gpu_case, save):
     case = gpu_case(*SHAPE)
     expected = case.run(backend="hopper", save=save)
@@ -385,7 +385,7 @@ def test_weights_that_move_between_forward_and_backward(gpu_case, save):
     assert_same_bits(case.gradients(out), expected)
 
 
-@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("save", SavePolicy)
 @pytest.mark.parametrize("factors", [None, "both"])
 def test_compiles_without_a_break(gpu_case, save, factors):
     case = gpu_case(*SHAPE, bias=True, factors=factors)
@@ -433,7 +433,7 @@ def peak_of(case, **options):
     return torch.cuda.max_memory_allocated() - before
 
 
-@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("save", SavePolicy)
 def test_peak_memory(gpu_case, save):
     num_tokens, d, n, num_experts, top_k = 65536, 256, 256, 16, 4
     case = gpu_case(num_tokens, d, n, num_experts, top_k)
@@ -469,7 +469,7 @@ def test_workspace_bounds_the_peak(gpu_case):
     num_tokens, d, n, num_experts, top_k = 262144, 256, 256, 32, 4
     case = gpu_case(num_tokens, d, n, num_experts, top_k)
     weights = sum(w.numel() for w in (case.gate_up_proj, case.down_proj))
-    for save in POLICIES:
+    for save in SavePolicy:
         kept = saved_bytes(save, num_tokens=num_tokens, d_model=d, d_expert=n, num_experts=num_experts, top_k=top_k)
         out_and_scores = num_tokens * d * 2 + num_tokens * top_k * 4  # X, an input, counts for dX
         gradients = 6 * weights  # bf16, and float32 while they are summed

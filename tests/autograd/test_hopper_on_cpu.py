@@ -21,10 +21,9 @@ from blazeproto.activations import ACTIVATIONS, clamped_swiglu
 from blazeproto.autograd import SavePolicy, hopper_backend, mlp, operators, private, steps
 from blazeproto.dispatch import Dispatch
 from blazeproto.gemm import TWINS, down_backward, fused, linear, reduce, up, weight
-from tests.autograd.cases import WEIGHTS
-from tests.autograd.comparison import assert_same_bits
+from tests.autograd import test_grouped as grouped
+from tests.autograd.cases import WEIGHTS, assert_same_bits
 from tests.autograd.test_against_reference import ROUTINGS
-from tests.integrations import test_grouped as grouped
 
 
 def as_numpy(value):
@@ -59,7 +58,7 @@ LAUNCHES = (  # module, launch, twin
 
 
 @pytest.fixture(autouse=True)
-def twins(monkeypatch):
+def twins(monkeypatch, poisoned):
     """The launches are the twins, which see the dispatch instead of addresses; torch fills new memory with NaN."""
 
     def run(launch, twin, *args, **kwargs):
@@ -73,25 +72,6 @@ def twins(monkeypatch):
     monkeypatch.setattr(Dispatch, "where", (0, 0, 0), raising=False)
     monkeypatch.setattr(hopper_backend, "rows_of", lambda rows: rows)
     monkeypatch.setattr(steps, "backend_on", lambda *_, **__: hopper_backend)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def watch(monkeypatch):
-    """``watch(module, name, function)``: call ``function`` with the arguments of each launch, before it."""
-
-    def watch(module, name, look):
-        real = getattr(module, name)
-
-        def launch(*args, **kwargs):
-            look(*args, **kwargs)
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(module, name, launch)
-
-    return watch
 
 
 COMBINES = ("gather", "fused", "fused_both")
@@ -312,7 +292,7 @@ def test_rows_that_lie_by_expert(over, save, padding):
     """As torchtitan has them; dH lies over H there too."""
     tensors, counts, d_out = grouped.inputs([5, 0, 20, 9], padding)
     given = [tensor.double() for tensor in tensors], counts, d_out.double()
-    got = grouped.results(grouped.grouped_experts, *given, save=save)
+    got = grouped.results(grouped.gate_and_up_apart, *given, save=save)
     wanted = grouped.results(grouped.by_loop, *given)
     wanted["x"][34:] = 0
     grouped.close(got, wanted)

@@ -1,5 +1,6 @@
 """Low-rank factors of ``moe_mlp``: float32 ones, frozen weights beside them, what they save, count and refuse. That they compute
-what experts of W + b a compute is tested with all else in test_against_reference.py and test_hopper.py."""
+what experts of W + b a compute is tested with all else in test_against_reference.py and test_hopper.py.
+And what backward runs where one tensor is trained."""
 
 from __future__ import annotations
 
@@ -12,11 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from blazeproto.autograd import LowRank, SavePolicy, chunks, saved_bytes, steps, torch_backend
-from tests.autograd.cases import WEIGHTS
-from tests.autograd.comparison import assert_close
+from tests.autograd.cases import WEIGHTS, assert_close
 from tests.refusals import refuses
-
-POLICIES = [policy.value for policy in SavePolicy]
 
 
 class Shapes(TorchDispatchMode):
@@ -58,7 +56,7 @@ def test_two_ranks(adapted):
 FREELY = [(), WEIGHTS, ("gate_up_proj",), ("down_proj",), ("down_bias", "gate_up_proj"), ("up_bias",)]
 
 
-@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("save", SavePolicy)
 @pytest.mark.parametrize("workspace_bytes", [None, 20_000])
 @pytest.mark.parametrize("capacity", [None, 0.6])
 @pytest.mark.parametrize("factors", [None, "both", "up", "down"])
@@ -68,14 +66,11 @@ def test_policies_chunks_capacity_and_trained_weights(adapted, save, workspace_b
     assert_close(case.run(save=save, workspace_bytes=workspace_bytes), case.reference(), 1e-13)
 
 
-@pytest.mark.parametrize("save", POLICIES)
-def test_transient_rows_of_factors_are_within_the_workspace(adapted, save, monkeypatch):
+@pytest.mark.parametrize("save", SavePolicy)
+def test_transient_rows_of_factors_are_within_the_workspace(adapted, save, watch):
     case, seen = adapted(200, dtype=torch.float32, rank=3), []
     per_row = 4 * (48 + 24 + 8 + 5 * 8)  # in the down backward: H, A', X A^T; what act A^T and dO B take
-    real = torch_backend.low_rank_rows
-    monkeypatch.setattr(
-        torch_backend, "low_rank_rows", lambda a, f, rows, **k: seen.append(rows.num_rows) or real(a, f, rows, **k)
-    )
+    watch(torch_backend, "low_rank_rows", lambda a, factors, rows, **_: seen.append(rows.num_rows))
     case.run(save=save, workspace_bytes=per_row * 3 * 40)
     assert max(seen) <= 3 * 40 and len(seen) >= 4 * 5
     needed = refuses(lambda: case.run(save=save, workspace_bytes=3 * per_row - 1), "workspace_bytes").expected
@@ -83,7 +78,7 @@ def test_transient_rows_of_factors_are_within_the_workspace(adapted, save, monke
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("save", SavePolicy)
 @pytest.mark.parametrize("trains_down", [False, True])
 def test_saved_bytes(adapted, bytes_saved_by, dtype, save, trains_down):
     """X, S, the indices, H, XA and act A_down^T, whose rank is the padded one; act for a down weight or factor alone."""
@@ -103,7 +98,7 @@ def test_saved_bytes(adapted, bytes_saved_by, dtype, save, trains_down):
 @pytest.mark.parametrize("workspace_bytes", [None, 40_000])
 @pytest.mark.parametrize("trained", FREELY)
 def test_a_frozen_tensor_has_nothing_made_for_it(adapted, trained, workspace_bytes):
-    """A backward allocates nothing of its shape. test_frozen.py says what it runs."""
+    """A backward allocates nothing of its shape. The last test says what it runs."""
     case = adapted(64, dtype=torch.float32, bias=True, trained=trained)
     shapes = {tuple(getattr(case, name).shape): name for name in WEIGHTS}
     out = case.forward(workspace_bytes=workspace_bytes)
@@ -139,14 +134,9 @@ BAD = {  # what no wrong value of tests/test_wrong_arguments.py is
 
 @pytest.mark.parametrize("what", BAD)
 def test_bad_input_is_refused_by_name(adapted, monkeypatch, what):
-    case = adapted(dtype=torch.float32)
-
-    def launched(*args, **kwargs):
-        raise AssertionError("something was launched")
-
-    monkeypatch.setattr(chunks, "dispatch_backend", launched)
-    monkeypatch.setattr(steps, "backend_on", launched)
-    argument, replaced = BAD[what]
+    case, (argument, replaced) = adapted(dtype=torch.float32), BAD[what]
+    for module, name in ((chunks, "dispatch_backend"), (steps, "backend_on")):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("something was launched"))
     refuses(lambda: case.forward(**replaced), argument)
 
 
@@ -158,3 +148,61 @@ def test_transforms_are_refused(adapted):
     case = adapted()
     with pytest.raises(RuntimeError, match="moe_mlp: expected a call outside"):
         torch.func.grad(lambda a: case.forward(up_factors=LowRank(a, case.up_b)).sum())(case.up_a)
+
+
+# --- What backward runs where one tensor is trained ----------------------------------------------------------------------
+
+
+REDUCED, UP_ROWS = "low_rank_rows d_out b", "low_rank_rows dh b"
+DH, DOWN = ("down_backward_act dh", REDUCED), "down_backward_act a_scaled"
+STEPS = {  # the one tensor that is trained -> what backward runs for it where H was saved
+    "x": {*DH, UP_ROWS, "up_backward_act", "cast up_proj"},
+    "scores": {"down_backward_act d_scores bias", REDUCED},
+    "gate_up_proj": {*DH, "weight_gradient"},
+    "up_bias": {*DH, "expert_row_sum"},
+    "up_a": {*DH, UP_ROWS, "weight_gradient"},
+    "up_b": {*DH, "weight_gradient"},
+    "down_proj": {DOWN, REDUCED, "weight_gradient"},
+    "down_bias": {"expert_row_sum"},
+    "down_a": {DOWN, REDUCED, "weight_gradient"},
+    "down_b": {"weight_gradient"},
+}
+AGAIN = {"up_forward", "low_rank_rows x a", "cast up_proj"}
+
+
+@pytest.mark.parametrize("save", SavePolicy)
+@pytest.mark.parametrize("workspace_bytes", [None, 40_000])
+@pytest.mark.parametrize("trained", STEPS)
+def test_backward_runs_what_the_one_trained_tensor_needs(make_case, watch, trained, save, workspace_bytes):
+    case, seen = make_case(64, dtype=torch.float32, bias=True, factors="both"), set()
+    for name, parameter in case.trained.items():
+        parameter.requires_grad_(name == trained)
+
+    def shown(name, args, options):
+        if name == "low_rank_rows":
+            kinds = {(True, False): "x a", (False, False): "act a", (True, True): "d_out b", (False, True): "dh b"}
+            return f"{name} {kinds[options['gather'], options['transposed']]}"
+        if name == "down_backward_act":
+            step, needs, *_ = args
+            made = [each for each, need in zip(("dh", "d_scores", "a_scaled"), needs, strict=True) if need]
+            return " ".join((name, *made, *["bias"] * (step.bias is not None)))
+        return name
+
+    def look_for_cast(t, dtype):
+        if t is not None and t.data_ptr() == case.gate_up_proj.data_ptr():
+            seen.add("cast up_proj")
+
+    out = case.forward(save=save, workspace_bytes=workspace_bytes)
+    for name in (
+        "up_forward",
+        "low_rank_rows",
+        "down_backward_act",
+        "up_backward_act",
+        "weight_gradient",
+        "expert_row_sum",
+    ):
+        watch(torch_backend, name, lambda *args, _name=name, **options: seen.add(shown(_name, args, options)))
+    watch(steps, "cast", look_for_cast)
+    out.backward(case.d_out)
+    again = AGAIN | ({"low_rank_rows act a"} if trained == "down_b" else set())
+    assert seen == STEPS[trained] | (again if save == "recompute" and trained != "down_bias" else set())

@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from blazeproto.autograd import SavePolicy, moe_mlp, torch_backend
-from tests.autograd.comparison import assert_close, assert_same_bits
-
-POLICIES = [policy.value for policy in SavePolicy]
+from tests.autograd.cases import assert_close, assert_same_bits
 
 
-@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("save", SavePolicy)
 @pytest.mark.parametrize("workspace_bytes", [None, 20_000])
 def test_x_is_saved_where_it_is_read_again(make_case, bytes_saved_by, save, workspace_bytes):
     """Not for dX and dW_down, whatever way dO lies, compiled or not."""
@@ -35,7 +33,7 @@ def test_x_is_saved_where_it_is_read_again(make_case, bytes_saved_by, save, work
 
 @pytest.mark.parametrize("save", ["minimal", "paper"])
 @pytest.mark.parametrize("keep", [False, True])
-def test_h_is_freed_before_the_up_backward(make_case, monkeypatch, save, keep):
+def test_h_is_freed_before_the_up_backward(make_case, watch, save, keep):
     """Unless the graph is kept. What autograd holds and what the backward itself holds."""
     case = make_case(96, 16, 24, 5, 2, dtype=torch.float32)
     references = []
@@ -51,30 +49,23 @@ def test_h_is_freed_before_the_up_backward(make_case, monkeypatch, save, keep):
         return kept
 
     alive_then = []
-    real = torch_backend.up_backward_act
 
-    def up_backward_act(*args, **kwargs):
+    def look(*args, **options):
         alive_then.extend(reference() is not None for reference in references)
-        return real(*args, **kwargs)
 
-    monkeypatch.setattr(torch_backend, "up_backward_act", up_backward_act)
+    watch(torch_backend, "up_backward_act", look)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
         out = case.forward(save=save)
     out.backward(case.d_out, retain_graph=keep)
     assert alive_then == [keep] * (2 if save == "minimal" else 4)
 
 
-@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("save", SavePolicy)
 def test_nothing_saved_is_written_over(make_case, save):
     """And a graph that is kept runs twice."""
     case = make_case(bias=True, sentinels=True, factors="both")
     saved = []
-
-    def pack(tensor):
-        saved.append((tensor, tensor.clone()))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append((t, t.clone())) or t, lambda t: t):
         out = case.forward(save=save)
     assert_same_bits(case.gradients(out, retain_graph=True), case.gradients(out))
     # By bytes: rows that no pair has may hold NaN, which equals nothing.
@@ -91,7 +82,7 @@ def test_double_backward_is_refused(make_case, workspace_bytes, factors):
         dx.sum().backward()
 
 
-@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("save", SavePolicy)
 @pytest.mark.parametrize("workspace_bytes", [None, 20_000])
 def test_gradient_of_stride_zero(make_case, save, workspace_bytes):
     """``out.sum().backward()`` hands over a gradient that is one element, expanded."""
@@ -103,7 +94,7 @@ def test_gradient_of_stride_zero(make_case, save, workspace_bytes):
 
 
 @pytest.mark.parametrize("workspace_bytes", [None, 20_000])
-@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("save", SavePolicy)
 @pytest.mark.parametrize("factors", [None, "both", "up", "down"])
 def test_any_subset_of_gradients(make_case, save, workspace_bytes, factors):
     """What requires no gradient gets none, and the others do not change."""

@@ -17,7 +17,6 @@ from blazeproto.dispatch import Dispatch
 from blazeproto.layer import MoE
 from blazeproto.router.router import Router
 
-POLICIES = [policy.value for policy in SavePolicy]
 ops = torch.ops.blazeproto
 
 
@@ -60,7 +59,7 @@ def check(name, needs, given, call):
     ("factors", "varying", "save"),
     [
         pytest.param(*case, marks=[pytest.mark.full] if number % 4 else [])
-        for number, case in enumerate(product([None, "both"], [False, True], POLICIES))
+        for number, case in enumerate(product([None, "both"], [False, True], SavePolicy))
     ],
 )
 def test_opcheck_whole_batch(make_case, save, varying, factors):
@@ -83,7 +82,7 @@ def test_opcheck_whole_batch(make_case, save, varying, factors):
         check("up_gradients", needs, (dh, low, low), call)
 
 
-@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("save", SavePolicy)
 @pytest.mark.parametrize("factors", [None, "both"])
 def test_opcheck_chunks(make_case, save, factors):
     call = call_of(case := make_case(bias=True, factors=factors), save, 16)
@@ -107,7 +106,7 @@ def test_opcheck_gate_and_up_apart(make_case):
     [
         *(
             (save, {"capacity": capacity}, size)
-            for save in POLICIES
+            for save in SavePolicy
             for capacity, size in ((None, None), (0.6, 20_000))
         ),
         *(("minimal", {"factors": factors}, None) for factors in ("both", "up", "down")),
@@ -144,13 +143,8 @@ def test_saved_bytes_under_compile_are_the_policys(make_case):
     case = make_case(96, 16, 24, 5, 2, dtype=torch.float32)
     torch.compiler.reset()
     shapes = []
-
-    def pack(tensor):
-        shapes.append(tuple(tensor.shape))
-        return tensor
-
     compiled = torch.compile(lambda: case.forward(save="minimal"), fullgraph=True, backend="aot_eager")
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)) or t, lambda t: t):
         out = compiled()
     out.sum().backward()
     assert (192, 48) in shapes and (192, 24) not in shapes
@@ -193,7 +187,7 @@ class Contrary(torch.nn.Module):
         return self.router(x * (1 if self.calls == 1 else -1))
 
 
-@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("save", SavePolicy)
 def test_checkpointing_does_not_route_again(save):
     router = Contrary(Router(16, 5, 2))
     layer = MoE(16, 24, 5, 2, router=router, save=save)

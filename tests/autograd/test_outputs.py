@@ -99,7 +99,6 @@ LAYERS: dict[str, Callable[..., MoE]] = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_what_a_layer_hands_out(name: str, masked: bool) -> None:
     """The load above all, which is to be summed over ranks: a collective writes past autograd's counts, as ``data`` does."""
-    torch.manual_seed(0)
     layer = LAYERS[name]()
     x = torch.randn(32, 8, dtype=torch.float64, requires_grad=True)
     ids = torch.arange(32) if name == "hash" else None

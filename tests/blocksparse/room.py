@@ -56,9 +56,9 @@ def some(names: Sequence[str], *left: str) -> list[Any]:
 
 
 @contextmanager
-def on_machine() -> Iterator[Machine]:
+def on_machine(multiprocessors: int = 2) -> Iterator[Machine]:
     """Fails where a race is reported."""
-    machine = Machine()
+    machine = Machine(multiprocessors)
     with launches_on(machine):
         yield machine
     assert not [str(race) for report in machine.reports for race in report.races]

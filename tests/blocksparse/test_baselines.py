@@ -24,6 +24,7 @@ from scripts.lm import settings
 from scripts.lm.model import GPT
 from scripts.lm.run_folder import read_config
 from tests.refusals import refuses
+from tests.threads import one_thread  # noqa: F401
 
 D, N, E = 6, 5, 4
 FACTORS = (0.5, 1, 1.5, 2, None)
@@ -38,15 +39,6 @@ LAYERS: list[tuple[type[MoE], dict[str, Any]]] = [
     (SequentialMoE, {}),
 ]
 EXACT = [(kind, options) for kind, options in LAYERS if options.get("capacity_factor") is None]  # they drop nothing
-
-
-@pytest.fixture(autouse=True)
-def one_thread_and_seed() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Chosen(nn.Module):

@@ -23,6 +23,8 @@ from blazeproto.runtime.target import launches_on
 from tests.blocksparse.block_cases import MASKS, bits, cases
 from tests.refusals import refuses
 
+from .room import on_machine
+
 NAMES = list(cases(Topology.of_blocks(MASKS["one"])))
 
 
@@ -50,11 +52,9 @@ def test_twins_round_to_bf16() -> None:
 def test_kernels_on_the_machine(name: str, mask: str) -> None:
     topology = Topology.of_blocks(MASKS[mask])
     function, arrays, options, right = cases(topology)[name]
-    machine = Machine()
-    with launches_on(machine):
+    with on_machine():
         made = function(*map(bits, arrays), topology, **options)
     np.testing.assert_array_equal(from_bfloat16_bits(made), from_bfloat16_bits(bits(right)))
-    assert not [race for report in machine.reports for race in report.races]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -131,16 +131,14 @@ def test_shapes_of_tiles_on_the_machine(shape: str) -> None:
     name, mask, given, sizes = SHAPES[shape]
     topology = Topology.of_blocks(mask)
     function, arrays, options, right = cases(topology, **sizes)[name]
-    machine = Machine(1)
-    with launches_on(machine):
+    with on_machine(1):
         made = function(*map(bits, arrays), topology, **options, **given)
     np.testing.assert_array_equal(from_bfloat16_bits(made), from_bfloat16_bits(bits(right)))
-    assert not [race for report in machine.reports for race in report.races]
 
 
 def test_sdd_of_no_blocks_launches_nothing() -> None:
-    topology, machine = Topology.of_blocks(MASKS["empty"]), Machine()
-    with launches_on(machine):
+    topology = Topology.of_blocks(MASKS["empty"])
+    with on_machine() as machine:
         assert gemm.sdd(*map(bits, cases(topology)["SDD"][1]), topology).shape == (0, BLOCK, BLOCK)
     assert not machine.reports
 
@@ -183,3 +181,26 @@ def test_the_format_of_figure_6() -> None:
     }
     for name, values in expected.items():
         np.testing.assert_array_equal(getattr(made, name), values, name)
+
+
+# --- Hostile and empty input ---------------------------------------------------------------------------------------------
+
+
+ONE = Topology.of_blocks(np.ones((1, 1), bool))
+
+
+def test_a_dense_matrix_of_no_columns() -> None:
+    assert gemm.dsd(np.zeros((1, BLOCK, BLOCK)), np.zeros((BLOCK, 0)), ONE).shape == (BLOCK, 0)
+    assert gemm.dds(np.zeros((0, BLOCK)), np.zeros((1, BLOCK, BLOCK)), ONE).shape == (0, BLOCK)
+
+
+def test_room_for_blocks_in_a_matrix_of_no_rows() -> None:
+    """A tensor map of no rows can't be made."""
+    nothing = Topology.of_blocks(np.zeros((0, 1), bool))
+    indices: dict[str, Any] = {
+        name: np.full(1, -1, np.int32) for name in ("row_indices", "column_indices", "block_offsets_t")
+    }
+    roomy = replace(nothing, tiles=np.full((1, 4), -1, np.int32), **indices)
+    with on_machine() as machine:
+        gemm.sdd(np.zeros((0, 8), np.uint16), np.zeros((8, BLOCK), np.uint16), roomy)
+    assert not machine.reports

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from simulator import simulate
+
+from tests.python import simulate
 
 pytest.importorskip("numba.cuda", reason="needs numba-cuda")
 

@@ -1,4 +1,4 @@
-"""Ranks with a GPU each that share a layer's experts by `Symmetric`, started by `test_symmetric_gpu.py`. Each function is a case.
+"""Ranks with a GPU each that share a layer's experts by `Symmetric`, started by `test_symmetric.py`. Each function is a case.
 
 Every rank makes the batches of all ranks, from seeds, and so knows what must come out.
 """
@@ -18,7 +18,7 @@ from blazeproto import MoE, moe_mlp
 from blazeproto.autograd.options import Options
 from blazeproto.distributed import AllToAll, Symmetric, check_overflow, expert_parallel
 from blazeproto.router.router import Routing
-from tests.autograd.comparison import assert_as_good_as
+from tests.autograd.cases import assert_as_good_as
 from tests.refusals import refuses
 
 BF16 = torch.bfloat16

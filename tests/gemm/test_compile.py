@@ -75,11 +75,7 @@ def test_a_kernel_shows_what_became_of_it(source: str) -> None:
     assert repr(kernel).startswith(f"Kernel(first: {kernel.registers} registers, 0 B spilled, 1256 B shared; ")
 
 
-def test_sass_is_machine_code(source: str) -> None:
-    try:
-        nvrtc.find_tool("nvdisasm")
-    except FileNotFoundError:
-        pytest.skip("needs nvdisasm")
+def test_sass_is_machine_code(nvdisasm: None, source: str) -> None:
     assert "STS" in Kernel(source, "first", {"N": 64}).sass
 
 

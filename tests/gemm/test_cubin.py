@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from blazeproto import gemm
-from blazeproto.gemm import cubin, nvrtc
+from blazeproto.gemm import cubin
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.nvrtc import CompileError
 
@@ -72,12 +72,8 @@ def kernels_to_disassemble() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("kernel", kernels_to_disassemble())
-def test_no_more_registers_are_used_before_there_are_more(kernel: Kernel) -> None:
+def test_no_more_registers_are_used_before_there_are_more(nvdisasm: None, kernel: Kernel) -> None:
     """The code in front of the first USETMAXREG is what all warps run."""
-    try:
-        nvrtc.find_tool("nvdisasm")
-    except FileNotFoundError:
-        pytest.skip("needs nvdisasm")
     common, *roles = re.split(r"USETMAXREG\S*(?: \w+,)? (0x[0-9a-f]+)", kernel.compile().sass)
     assert _registers_used(common) <= (kernel.start_registers or 0)
     limits = [int(limit, 16) for limit in roles[::2]]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 VOCABULARY = 64
 SMALL: dict[str, Any] = {  # by whatever name a configuration has for it; it ignores the others
@@ -153,6 +153,10 @@ def tiny(family: str, **options: Any) -> Any:
 
 def experts_of(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "is_transposed")}
+
+
+def close(got: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 def tokens() -> torch.Tensor:

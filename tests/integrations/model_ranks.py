@@ -18,6 +18,7 @@ from blazeproto.autograd import Dispatcher
 from blazeproto.distributed import Symmetric
 from blazeproto.integrations import peft
 from blazeproto.integrations.transformers import expert_parallel, explain, register
+from tests.integrations.families import close, tiny
 from tests.refusals import refuses
 
 RANKS = 2
@@ -25,8 +26,6 @@ SIZES = ((3, 7), (1, 4))  # of each rank's batch
 
 
 def model_of(family: str) -> Any:
-    from tests.integrations.families import tiny
-
     torch.manual_seed(0)
     return tiny(family, experts_implementation="blazeproto")
 
@@ -49,10 +48,6 @@ def whole(gradient: Any) -> Tensor:
         return gathered
     dist.all_reduce(gradient)
     return gradient
-
-
-def close(got: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 def trains_as_one_process(

@@ -20,7 +20,7 @@ from peft.tuners.lora.layer import ParamWrapper  # noqa: E402
 from blazeproto.integrations import peft as ours  # noqa: E402
 from blazeproto.integrations import transformers as experts  # noqa: E402
 from tests.integrations import families  # noqa: E402
-from tests.integrations.families import experts_of, tiny, tokens  # noqa: E402
+from tests.integrations.families import close, experts_of, tiny, tokens  # noqa: E402
 
 # In place; transposed, alternating, with biases; transposed; without a gate; a shared expert beside them.
 FAMILIES = ("qwen3_moe", "gpt_oss", "aria_text", "nemotron_h", "deepseek_v3")
@@ -105,10 +105,6 @@ def logits_of(model: Any, implementation: str) -> Tensor:
     with torch.no_grad():
         made: Tensor = model(input_ids=tokens()).logits
     return made
-
-
-def close(got: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 def trains_as_with_peft(model: Any) -> dict[str, Tensor]:

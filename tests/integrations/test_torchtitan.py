@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from blazeproto.lab.accuracy import Pool
 from tests.integrations import titan
 from tests.integrations.titan import EXPERTS, OVERRIDE, D, N, blocks, train
-from tests.one_rank import group  # noqa: F401
 from tests.refusals import refuses
 
 ours: Any = titan.load()
@@ -153,7 +152,7 @@ def test_sharding_goes_along() -> None:
 
 
 @pytest.fixture
-def one_rank(group: Any) -> Any:  # noqa: F811
+def one_rank(group: Any) -> Any:
     return init_device_mesh("cpu", (1,))
 
 

@@ -21,7 +21,7 @@ from blazeproto.autograd.low_rank import LowRank  # noqa: E402
 from blazeproto.integrations import peft  # noqa: E402
 from blazeproto.integrations import transformers as ours  # noqa: E402
 from tests.integrations import families  # noqa: E402
-from tests.integrations.families import experts_of, tiny, tokens  # noqa: E402
+from tests.integrations.families import close, experts_of, tiny, tokens  # noqa: E402
 from tests.refusals import refuses  # noqa: E402
 
 FAMILIES = [  # a dozen, and in the full set all others
@@ -71,10 +71,6 @@ def path(experts: Any) -> str:
     """The code path of an experts module, where ours is set."""
     experts.config._experts_implementation = "blazeproto"
     return ours.explain(experts)[""]
-
-
-def close(got: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 # --- Families ------------------------------------------------------------------------------------------------------------
@@ -288,7 +284,6 @@ def test_experts_that_are_nowhere_yet_are_refused() -> None:
 def test_products_in_fp8() -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    torch.manual_seed(0)
     experts, x, scores = experts_module(), torch.randn(9, 32), torch.rand(9, 2)
     for name, shape in (("gate_up_proj", (4, 256, 32)), ("down_proj", (4, 32, 128))):
         setattr(experts, name, torch.nn.Parameter(torch.randn(shape)))

@@ -17,7 +17,6 @@ from blazeproto.distributed import AllToAll, Symmetric
 from blazeproto.integrations.transformers import expert_parallel, register
 from tests.integrations.families import experts_of, is_newest
 from tests.integrations.model_ranks import RANKS, model_of, run_rank
-from tests.one_rank import group  # noqa: F401
 from tests.refusals import refuses
 
 
@@ -26,7 +25,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     mp.start_processes(run_rank, args=(tmp_path,), nprocs=RANKS, start_method="spawn")
 
 
-def test_refusals(group: dist.ProcessGroup) -> None:  # noqa: F811
+def test_refusals(group: dist.ProcessGroup) -> None:
     """Before anything changes."""
     register()
     model: Any = model_of("qwen3_moe")

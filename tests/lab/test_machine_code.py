@@ -45,12 +45,7 @@ up_forward:
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _needs_nvdisasm() -> None:
-    try:
-        nvrtc.find_tool("nvdisasm")
-    except FileNotFoundError:
-        pytest.skip("no nvdisasm")
+pytestmark = pytest.mark.usefixtures("nvdisasm")
 
 
 @pytest.fixture

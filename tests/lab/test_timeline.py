@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from blazeproto import gemm
-from blazeproto.gemm import nvrtc, product
+from blazeproto.gemm import product
 from blazeproto.gemm.compile import CUDA_SOURCES, compile_many
 from blazeproto.lab import timeline
 from blazeproto.lab.timeline import LOOKS, RECORDS, WARPS, WHATS, compiled_in, parse, record
@@ -169,12 +169,8 @@ def test_host_and_device_have_the_same_numbers() -> None:
         pytest.param("down_backward_act", marks=pytest.mark.full),
     ],
 )
-def test_clocks_are_read_with_the_macro_alone(name: str) -> None:
+def test_clocks_are_read_with_the_macro_alone(nvdisasm: None, name: str) -> None:
     """One kernel of each file: no clock without it, and with it clocks, the variables, no spill, no more registers."""
-    try:
-        nvrtc.find_tool("nvdisasm")
-    except FileNotFoundError:
-        pytest.skip("needs nvdisasm")
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
     before, after = gemm.kernel_for(name), gemm.kernel_for(name, debug=(timeline.MACRO,))
     compile_many([before, after], jobs=1)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +17,7 @@ from blazeproto.dispatch import Dispatch, reference
 from blazeproto.lab import views
 from blazeproto.lab.tables import Bar, Table, View
 from blazeproto.lab.views import ctas_per_multiprocessor, imbalance, loads_of, resources, threads_of, view, wgmma_count
+from tests.python import python
 from tests.refusals import refuses
 
 mpl.use("Agg")
@@ -123,7 +122,7 @@ def test_views_load_when_they_are_asked_for() -> None:
         "blazeproto.gemm.TileConfig()._repr_html_()\n"
         "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", probe], check=True)
+    python("-c", probe)
 
 
 # --- Kernels -----------------------------------------------------------------------------------------------------------------

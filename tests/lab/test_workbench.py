@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -34,6 +32,7 @@ from blazeproto.lab.calls import CALLS, MOST_GUARD, POISON, Case, Output, Poison
 from blazeproto.lab.target import Machine
 from blazeproto.lab.verdict import Comparison
 from blazeproto.runtime import cache as compile_cache
+from tests.python import python
 from tests.refusals import refuses
 
 FAST = "combine"  # which compiles in a third of a second
@@ -212,14 +211,8 @@ print(made.parent)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_forked_child_leaves_its_parents_sources(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", FORK, str(tmp_path / "sources")]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, "TMPDIR": str(tmp_path)}
-    )
-    assert done.returncode == 0, done.stderr
-    assert not Path(done.stdout.strip()).exists() and not [
-        *tmp_path.glob("blazeproto-lab-*")
-    ]  # each has removed its own
+    printed = python("-c", FORK, str(tmp_path / "sources"), variables={"TMPDIR": str(tmp_path)})
+    assert not Path(printed.strip()).exists() and not [*tmp_path.glob("blazeproto-lab-*")]  # each has removed its own
 
 
 # ---- which kernels a launch takes ---------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ from rounding_error import Problem, error_bounds
 from torch import Tensor
 
 from blazeproto.activations import ACTIVATIONS, activate, activate_backward, activation_named, clamped_swiglu
+from blazeproto.autograd import SavePolicy
 from blazeproto.dispatch import Dispatch
 from blazeproto.lab.oracle import dispatch_fixed
 from tests.autograd import cases
-from tests.autograd.comparison import assert_same_bits
 
 NAMES = cases.NAMES[:6]  # without low-rank factors
 
@@ -34,7 +34,6 @@ DTYPES = [
     *[(F32, F32, BF16), (F32, F32, F16), (BF16, F32, BF16), (BF16, BF16, BF16), (F32, BF16, BF16), (F64, F64, BF16)],
 ]
 WIDTHS = [8, 16, 24, 32, 40, 1, 3, 5, 12, 17]
-POLICIES = ["minimal", "paper", "recompute"]
 
 
 @dataclass
@@ -162,7 +161,7 @@ def draw_case(data: Any) -> Case:
         d_out = d_out.new_tensor(0.75).expand(num_tokens, d)
     up_bias, down_bias = data.draw(st.booleans(), "up_bias"), data.draw(st.booleans(), "down_bias")
     how = {
-        "save": data.draw(st.sampled_from(POLICIES), "save"),
+        "save": data.draw(st.sampled_from(SavePolicy), "save"),
         "backend": data.draw(st.sampled_from(["torch", "auto"]), "backend"),
         "combine": data.draw(st.sampled_from(["gather", "fused", "fused_both"]), "combine"),
     }
@@ -211,7 +210,9 @@ def try_experts(data: Any) -> None:
             if grad is not None and grad.dtype == F32 and (values := grad[grad != 0]).numel() >= 100:
                 rounded = (values.to(case.dtype).float() == values).double().mean()
                 assert rounded < 0.5, f"gradient of {name}: float32 that was rounded to {case.dtype}"
-    assert_same_bits(case.results(save=data.draw(st.sampled_from(POLICIES), "other policy")).values(), got.values())
+    cases.assert_same_bits(
+        case.results(save=data.draw(st.sampled_from(SavePolicy), "other policy")).values(), got.values()
+    )
 
 
 @SHARDS

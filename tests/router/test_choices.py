@@ -81,7 +81,6 @@ def test_a_choice_is_what_its_paper_says(choices: st.SearchStrategy[Any], data: 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_batch_too_small_to_round_keeps_every_pair(rule: str, masked: int) -> None:
     """T below a tile, or T K / E below half of one, where T counts unmasked tokens; from there on tiles are whole."""
-    torch.manual_seed(0)
     choice, size = TokenRounding(tile=16, rule=rule), (4, 2)
     for num_tokens, rounds in ((0, False), (1, False), (15, False), (16, True), (40, True)):
         scores = torch.rand(num_tokens + masked, 4)

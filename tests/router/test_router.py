@@ -1,18 +1,25 @@
-"""The Router module: every named router end to end, its records, gradients and contracts."""
+"""The Router module: every named router end to end, its records, gradients and contracts, alone and in the layer."""
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from blazeproto import reference
+from blazeproto.autograd import checkpoint_contexts
+from blazeproto.layer import MoE
 from blazeproto.router import fallback, topk
-from blazeproto.router.choices import TokenRounding
+from blazeproto.router.choice import rank_tokens
+from blazeproto.router.choices import TokenRounding, chosen_first_keys, rounded_counts
+from blazeproto.router.fallback import choose_top_k
 from blazeproto.router.router import ROUTERS, Router, Routing, make_router, routing_stats
 from blazeproto.router.scores import SCORES
 from blazeproto.runtime import checks
@@ -23,15 +30,13 @@ GROUPED: dict[str, Any] = {"score": "sigmoid", "num_groups": 4, "top_groups": 2}
 VARYING = [name for name in ROUTERS if name.startswith(("token_rounding", "expert_choice", "capacity"))]
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
+def tile_of(name: str) -> dict[str, Any]:
+    """The tile of token rounding, smaller than by default."""
+    return {"tile": 8} if name.startswith("token_rounding") else {}
 
 
 def named(name: str, d: int = 16, num_experts: int = 8, top_k: int = 2, **overrides: Any) -> Router:
-    if name.startswith("token_rounding"):
-        overrides = {"tile": 8} | overrides
-    return make_router(name, d, num_experts, top_k, **overrides)
+    return make_router(name, d, num_experts, top_k, **tile_of(name) | overrides)
 
 
 def ids_for(router: Router, num_tokens: int) -> Tensor | None:
@@ -262,7 +267,6 @@ def test_forward_changes_no_state() -> None:
 
 
 def test_aux_loss_evens_out_the_load() -> None:
-    torch.manual_seed(0)
     x = torch.randn(512, 16) + 1.0
     router = Router(16, 8, 2, aux_loss=1.0)
     optimizer = torch.optim.Adam(router.parameters(), lr=0.02)
@@ -422,3 +426,130 @@ def test_no_host_synchronisation_and_graph_capture(name: str) -> None:
     assert torch.equal(routing.experts, expected.experts)
     torch.testing.assert_close(routing.scores, expected.scores)
     torch.testing.assert_close(gradients, expected_gradients)
+
+
+# --- In the layer: output and gradients against the float64 oracle, under each save policy -------------------------------
+
+
+def layer_and_input(name: str, save: str = "minimal") -> tuple[MoE, torch.Tensor, torch.Tensor | None]:
+    layer = MoE(16, 8, 6, 2, router=name, save=save, dtype=torch.float64, **tile_of(name))
+    x = torch.randn(50, 16, dtype=torch.float64, requires_grad=True)
+    return layer, x, torch.arange(50) % 20 if name == "hash" else None
+
+
+@pytest.mark.parametrize("save", ["minimal", "paper", "recompute"])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_output_and_gradients_of_the_layer(name: str, save: str) -> None:
+    layer, x, ids = layer_and_input(name, save)
+    inputs = [x, *layer.parameters()]
+    torch.manual_seed(1)
+    out, stats = layer(x, token_ids=ids)
+    got = torch.autograd.grad(out.square().sum() + stats.aux_loss, inputs)
+
+    torch.manual_seed(1)
+    routing = layer.router(x, token_ids=ids)
+    expected = reference.moe_mlp(
+        x, layer.gate_up_proj, layer.down_proj, routing.scores, routing.experts,
+        num_experts=6, pair_tokens=routing.pair_tokens,
+    )  # fmt: skip
+    loss = expected.square().sum() + sum(routing.aux_losses.values())
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(got, torch.autograd.grad(loss, inputs))
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_checkpointing_gives_the_same_gradients_and_bias(name: str) -> None:
+    layer, x, ids = layer_and_input(name)
+    inputs = [x, *layer.parameters()]
+
+    def gradients(checkpointed: bool) -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(1)
+        if checkpointed:
+            out, stats = checkpoint(layer, x, ids, use_reentrant=False, context_fn=checkpoint_contexts)
+        else:
+            out, stats = layer(x, ids)
+        return torch.autograd.grad(out.square().sum() + stats.aux_loss, inputs)
+
+    torch.testing.assert_close(gradients(True), gradients(False), rtol=0, atol=0)
+
+
+# --- Its own precision: fp64 ranks as fp64, and neither autocast nor torch's default dtype matters -----------------------
+
+
+@pytest.fixture
+def default_dtype() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(before)
+
+
+def routed(name: str, x: torch.Tensor) -> Routing:
+    torch.manual_seed(0)
+    router = named(name, dtype=x.dtype)
+    with torch.no_grad():
+        router.weight.copy_(torch.linspace(-1, 1, 128, dtype=torch.float64).view(8, 16).sin())
+    torch.manual_seed(1)
+    return router(x, token_ids=torch.arange(len(x)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ROUTERS)
+def test_autocast_and_the_default_dtype_change_nothing(name: str, dtype: torch.dtype, default_dtype: None) -> None:
+    x = torch.randn(60, 16, dtype=dtype)
+    expected = routed(name, x)
+    assert expected.scores.dtype == expected.logits.dtype == dtype
+    for reduced in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=reduced):
+            torch.testing.assert_close(routed(name, x), expected, rtol=0, atol=0)
+    for default in (torch.bfloat16, torch.float16, torch.float64):
+        torch.set_default_dtype(default)
+        torch.testing.assert_close(routed(name, x), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_inference_mode_and_strides_change_nothing(name: str) -> None:
+    x = torch.randn(60, 16)
+    expected = routed(name, x)
+    with torch.inference_mode():
+        torch.testing.assert_close(routed(name, x), expected, rtol=0, atol=0)
+    columns = x.t().contiguous().t()
+    assert not columns.is_contiguous()
+    torch.testing.assert_close(routed(name, columns), expected)
+
+
+def test_float64_ranks_what_fp32_would_tie() -> None:
+    """Scores that differ by 1e-12: the best come first, not the lower ids."""
+    close = 0.5 + torch.arange(8, dtype=torch.float64)[:, None] * 1e-12
+    assert choose_top_k(close.t(), 3).tolist() == [[7, 6, 5]]
+    chosen = torch.tensor([[True], [False]] * 4)
+    assert rank_tokens(chosen_first_keys(close, chosen)).tolist() == [[6, 4, 2, 0, 7, 5, 3, 1]]
+    mask = TokenRounding(tile=3, rule="down")(close, torch.zeros(8, 1, dtype=torch.int32))
+    assert mask.flatten().tolist() == [False, False, *[True] * 6]
+
+
+@pytest.mark.parametrize("rule", ["sr_f", "nr_s"])
+def test_draws_are_fp32_whatever_the_default(rule: str, default_dtype: None) -> None:
+    """In bf16, .999 is 1 and a draw one of 256 numbers."""
+    counts, row = torch.full((4000,), 999), torch.ones(4000, 1000)  # up with probability .999 by either rule
+
+    def rounded() -> torch.Tensor:
+        draws = TokenRounding(rule=rule).draws(4000, counts.device, torch.Generator().manual_seed(0))
+        return rounded_counts(counts, 1000, rule, num_tokens=1000, sorted_scores=row, draws=draws)
+
+    expected = rounded()
+    assert expected.tolist().count(0) in range(1, 12)
+    torch.set_default_dtype(torch.bfloat16)
+    got = rounded()
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("rule", ["sr_f", "nr_s"])
+def test_a_generator_makes_the_draws(rule: str) -> None:
+    scores = torch.rand(64, 16)
+    choice, experts = TokenRounding(tile=8, rule=rule), choose_top_k(scores, 3)
+    before = torch.get_rng_state()
+    first, again, other = (choice(scores, experts, torch.Generator().manual_seed(seed)) for seed in (3, 3, 4))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(3)
+    assert torch.equal(choice(scores, experts), first)

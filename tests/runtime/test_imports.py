@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import blazeproto
+from tests.python import python
 
 PACKAGE = Path(blazeproto.__file__).parent
 ROUTER = (
@@ -27,11 +26,6 @@ NEED_NUMBA = {"numba", "warp", "tiled", "place", "dense", "limit", "best"}
 NEED_NUMBA |= {"topk_kernels", "select_kernels", "pair_kernels", "hash_kernels"}
 
 
-def run(code: str) -> None:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize(
     "code",
     [
@@ -41,7 +35,7 @@ def run(code: str) -> None:
     ],
 )
 def test_a_name_leaves_torch_out(code: str) -> None:
-    run(f"import sys\n{code}\nassert 'torch' not in sys.modules")
+    python("-c", f"import sys\n{code}\nassert 'torch' not in sys.modules")
 
 
 @pytest.mark.parametrize(
@@ -58,32 +52,37 @@ def test_a_name_leaves_torch_out(code: str) -> None:
     ],
 )
 def test_what_importing_a_module_leaves_out(module: str, names: str) -> None:
-    run(f"""
+    python(
+        "-c",
+        f"""
 import sys
 import {module}
 loaded = set({names.split()}) & sys.modules.keys()
 assert not loaded, loaded
-""")
+""",
+    )
 
 
 def test_every_module_leaves_torch_out() -> None:
     """And what needs neither Numba nor CuPy to be imported imports neither."""
     plain = sorted(name for name in MODULES if name.split(".")[-1] not in NEED_NUMBA)
-    run(
+    python(
+        "-c",
         f"""
 import importlib, sys
 for module in {plain}:
     importlib.import_module(module)
     for heavy in ("torch", "numba", "cupy", "cuda.core"):
         assert heavy not in sys.modules, (module, heavy)
-"""
+""",
     )
     pytest.importorskip("numba.cuda", reason="needs numba-cuda")
-    run(
+    python(
+        "-c",
         f"""
 import importlib, sys
 for module in {sorted(MODULES)}:
     importlib.import_module(module)
     assert "torch" not in sys.modules, module
-"""
+""",
     )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import blazeproto
 from blazeproto.runtime import numba_kernel
+from tests.python import python
 
 pytest.importorskip("numba.cuda", reason="needs numba-cuda")
 
@@ -29,9 +27,8 @@ for kernel in kernels:
 
 def keys_in(folder: Path) -> dict[str, str]:
     """Every kernel's key, as a process says that imports the package in this folder."""
-    command, environment = [sys.executable, "-c", KEYS], {**os.environ, "PYTHONPATH": str(folder)}
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=True)
-    return dict(line.split() for line in done.stdout.splitlines())
+    printed = python("-c", KEYS, variables={"PYTHONPATH": str(folder)}, cwd=folder)
+    return dict(line.split() for line in printed.splitlines())
 
 
 def test_a_changed_helper_is_another_key(tmp_path: Path) -> None:
@@ -62,9 +59,7 @@ def test_kernels_compile_on_a_numpy_without_row_stack(tmp_path: Path) -> None:
         "import numpy\nvars(numpy).pop('row_stack', None)\n"
         "from blazeproto.dispatch import limit\nassert '.entry' in limit.KERNEL.ptx()"
     )
-    environment = {**os.environ, "BLAZEPROTO_CACHE": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    python("-c", code, variables={"BLAZEPROTO_CACHE": str(tmp_path)})
 
 
 def test_ptx_is_kept_with_lines_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from blazeproto.autograd import backends
 from blazeproto.gemm import nvrtc
 from blazeproto.gemm.compile import Kernel
 from blazeproto.runtime import optional
+from tests.python import python
 
 ROOT = Path(__file__).resolve().parents[2]
 CUPY_USES = (
@@ -86,12 +85,10 @@ for use in {list(uses)}:
     else:
         raise AssertionError(use)
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    printed = python("-c", code, variables={"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])})
     package = {"cupy-cuda12x": "cupy-cuda13x[ctk]>=13.6", "cuda-bindings": "numba-cuda[cu12]>=0.20"}
     command = f"pip install '{package.get(distribution, 'numba-cuda[cu13]>=0.20')}'"
-    lines = done.stdout.splitlines()
+    lines = printed.splitlines()
     assert len(lines) == len(uses)
     assert all(line.endswith(f"expected {expected}: {command}") for line in lines), lines
 
@@ -186,8 +183,7 @@ printed = []
 layer._repr_pretty_(SimpleNamespace(stack=[0], text=printed.append), False)
 assert printed == [repr(layer)] and layer._repr_html_() is None
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    python("-c", code)
 
 
 def test_what_draws_says_how_to_install_it() -> None:
@@ -213,10 +209,8 @@ for use in uses:
     else:
         raise AssertionError(use)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
     told = "expected {}, got none: pip install -e '.[lab]'"
-    assert done.stdout.splitlines() == [told.format("rich")] * 6 + [told.format("matplotlib")] * 2
+    assert python("-c", code).splitlines() == [told.format("rich")] * 6 + [told.format("matplotlib")] * 2
 
 
 def test_the_hopper_backend_says_what_it_lacks(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

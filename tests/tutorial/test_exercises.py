@@ -1,5 +1,5 @@
 """Solutions of the tutorial's exercises are right, and wrong ones are found: in NumPy here, in Numba and in CUDA
-on the machine; test_exercises_gpu.py judges those on a GPU."""
+on the machine and on a GPU."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 import wrong_cuda
 import wrong_numpy
 from exercises import EXERCISES, check_exercise
-from simulator import simulate
 
 from blazeproto.lab import workbench
+from tests.python import simulate
 from tests.refusals import refuses
 
 SOLUTIONS = Path(__file__).resolve().parents[2] / "docs" / "tutorial" / "solutions"
@@ -190,3 +190,29 @@ def test_what_the_notebook_begins_with_is_wrong() -> None:
 def test_what_does_not_compile_is_wrong() -> None:
     outcome = check_exercise("silu_by_exp", "DEVICE float act_of(float gate, float up) { return gat; }")
     assert outcome.passed is False and "gat" in outcome.report and "up.cu" in outcome.report
+
+
+# --- CUDA on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", wrong_cuda.WRONG)
+def test_solutions_in_cuda_on_a_gpu(name: str) -> None:
+    outcome = check_exercise(name, (SOLUTIONS / f"{name}.cu").read_text())
+    assert outcome.passed is True, repr(outcome)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", wrong_cuda.WRONG)
+def test_the_package_is_right_on_a_gpu(name: str) -> None:
+    """The region as it is, put back into a copy."""
+    outcome = check_exercise(name, EXERCISES[name].region)
+    assert outcome.passed is True, repr(outcome)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "what"), [(name, what) for name, those in wrong_cuda.WRONG.items() for what in those])
+def test_wrong_solutions_in_cuda_are_found_on_a_gpu(name: str, what: str) -> None:
+    outcome = check_exercise(name, wrong_cuda.WRONG[name][what])
+    assert outcome.passed is False, repr(outcome)
+    assert " registers, " in outcome.report, f"it should have compiled: {outcome!r}"
