@@ -40,42 +40,19 @@ def run(path: Path) -> Any:
 
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
-
-        class ThisPython(AsyncKernelManager):
-            """Starts this interpreter, whatever kernels are installed, and talks to it by sockets in the folder."""
-
-            def __init__(self, **traits: Any) -> None:
-                super().__init__(**traits, transport="ipc", connection_file=f"{folder}/kernel.json")
-
-            @property
-            def kernel_spec(self) -> KernelSpec:
-                argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-                return KernelSpec(argv=argv, display_name="Python 3", language="python")
-
+        manager = AsyncKernelManager(transport="ipc", connection_file=f"{folder}/kernel.json")
+        # This interpreter, whatever kernels are installed.
+        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        manager._kernel_spec = KernelSpec(argv=argv, display_name="Python 3", language="python")
         paths = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "IPYTHONDIR": folder}
         environment.pop("NUMBA_ENABLE_CUDASIM", None)  # a notebook that needs it sets it
-        resources = {"metadata": {"path": str(path.parent)}}
-        client = NotebookClient(
-            notebook,
-            kernel_manager_class=ThisPython,
-            timeout=SECONDS,
-            resources=resources,
-            coalesce_streams=True,
-            record_timing=False,
-        )
-        client.execute(env=environment)
-    return stripped(notebook)
-
-
-def stripped(notebook: Any) -> Any:
-    """Without what differs from run to run: execution counts."""
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.execution_count = None
-            for output in cell.outputs:
-                if "execution_count" in output:
-                    output.execution_count = None
+        options: dict[str, Any] = {"timeout": SECONDS, "coalesce_streams": True, "record_timing": False}
+        options |= {"resources": {"metadata": {"path": str(path.parent)}}}
+        NotebookClient(notebook, km=manager, **options).execute(env=environment)
+    for part in [*notebook.cells, *(output for cell in notebook.cells for output in cell.get("outputs", []))]:
+        if "execution_count" in part:  # which differs from run to run
+            part.execution_count = None
     return notebook
 
 
