@@ -1,7 +1,5 @@
 """The command line that the scripts share."""
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

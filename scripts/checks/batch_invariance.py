@@ -9,8 +9,6 @@ gradients, as a CUDA graph, compiled. Ids, scores, outputs and dx of every token
 `moe_mlp` on ids of which some are no expert's here. The exit code is 1 if a token differs.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections import Counter
@@ -19,7 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import torch
@@ -59,7 +57,7 @@ class Case:
     elsewhere: bool  # no layer but `moe_mlp`, on ids of which some are no expert's here
 
     @classmethod
-    def drawn(cls, seed: int) -> Case:
+    def drawn(cls, seed: int) -> Self:
         draw = random.Random(seed)
         d, E = draw.choice(WIDTHS), draw.choice(tuple(EXPERTS))
         widths = [n for n in (64, 136, 256, 768) if 6 * E * n * d <= LARGEST]

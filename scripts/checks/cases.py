@@ -3,8 +3,6 @@
 `scripts.checks.compare` runs them in processes of two checkouts, `scripts.checks.sanitize_target` under compute-sanitizer.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import zlib
@@ -54,7 +52,6 @@ class Case:
     name: str
     run: Callable[[], Outputs]
     tokens: int = 0  # of a random layer
-    varies: bool = False  # its outputs vary from run to run
     finite: bool = True  # what is drawn is finite, and so are the outputs
 
 
@@ -104,8 +101,8 @@ def layer_cases(device: str) -> Iterator[Case]:
     experts += [*fp8, *large, Layer(IN_SLICES)]
     for kind, run, layers in (("product", run_products, products + large), ("layer", run_experts, experts)):
         for seed, layer in enumerate(layers):
-            varies = layer.options.get("combine", "gather") != "gather" and device == "cuda"
-            yield Case(f"{kind} {seed}: {layer}", partial(run, layer, seed, device), layer.sizes.T, varies)
+            if "fused" not in layer.options.get("combine", "gather"):  # whose outputs vary from run to run
+                yield Case(f"{kind} {seed}: {layer}", partial(run, layer, seed, device), layer.sizes.T)
 
 
 def run_module(name: str, kind: str, options: Options, device: str) -> Outputs:

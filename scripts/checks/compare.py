@@ -8,10 +8,8 @@
     python -m scripts.checks.compare --old .base --router               # and of routers, from one token on
 
 Bits: every dispatch and router operator, and random layers by their products, ``moe_mlp`` and ``MoE`` (cases.py). Each side draws
-layers with its own blazeproto.lab. Hashes of outputs and gradients are compared. Outputs that are added in an order that varies
-(combine="fused", "fused_both") are made several times on each side; two sides agree where their nearest outputs differ by no more
-than one side's differ from each other, or by less than a rounding of fp32. A case that the old side does not have is told and
-fails nothing.
+layers with its own blazeproto.lab. Hashes of outputs and gradients are compared. Sums in an order that varies (combine="fused",
+"fused_both") are left to `scripts.checks.fuzz`. A case that the old side does not have is told and fails nothing.
 
 Time: a forward and a backward as a CUDA graph, replayed by the two sides in turn (A B B A), medians over the rounds.
 
@@ -19,13 +17,10 @@ Time: a forward and a backward as a CUDA graph, replayed by the two sides in tur
 """
 
 # blazeproto, and what imports it, is imported inside functions: a side's process takes it from its own checkout.
-from __future__ import annotations
-
 import argparse
 import gc
 import hashlib
 import importlib
-import itertools
 import math
 import multiprocessing
 import os
@@ -46,9 +41,7 @@ from scripts.command import argument_parser, need_hopper, positive, refuse
 Record = dict[str, Any]
 SIDES = ("old", "new")
 ROOT = Path(__file__).resolve().parents[2]
-ROUNDING = 2.0**-24  # of an fp32 number: sums that lie nearer than that are the same sums in another order
 CPU_TOKENS = 300  # of a layer, at most, on a CPU
-FUSED_RUNS = 4
 ROUNDS = 7  # of times
 BURST_MS, MOST_CALLS = 20.0, 12  # how long a timed interval is, and the most calls in it
 MOST_MEAN, MOST_RATIO, MOST_LORA = 1.01, 1.03, 1.01  # of the new side's time over the old one's
@@ -89,17 +82,14 @@ def digest(value: Tensor) -> str:
 
 
 def run(name: str) -> Record:
-    """``hashes`` of a case's outputs by name; of floats that vary, ``runs``: the values of several runs, in fp32. Or "error",
-    where it fails or makes outputs that are not finite."""
+    """The hashes of a case's outputs by name; or "error", where it fails or makes outputs that are not finite."""
     case = HERE.cases[name]
     try:
-        every = [case.run() for _ in range(FUSED_RUNS if case.varies else 1)]
-        floats = [output for output, value in every[0].items() if value.is_floating_point()]
-        if case.finite and (wrong := [output for output in floats if not every[0][output].isfinite().all()]):
+        made = case.run()
+        floats = [output for output, value in made.items() if value.is_floating_point()]
+        if case.finite and (wrong := [output for output in floats if not made[output].isfinite().all()]):
             return {"error": f"{', '.join(wrong)}: expected finite values"}
-        vary = floats if case.varies else []
-        runs = {output: [made[output].detach().float().cpu() for made in every] for output in vary}
-        return {"hashes": {name: digest(value) for name, value in every[0].items() if name not in runs}, "runs": runs}
+        return {output: digest(value) for output, value in made.items()}
     except Exception as error:  # noqa: BLE001  one case that fails is no reason to lose the others
         return {"error": f"{type(error).__name__}: {error}"}
 
@@ -147,26 +137,11 @@ def sides(options: argparse.Namespace, jobs: int) -> dict[str, ProcessPoolExecut
     }
 
 
-def too_far(old: list[Any], new: list[Any]) -> str:
-    """For outputs that vary: "" if the nearest of two sides are as near as the farthest of one, or nearer than a rounding."""
-    from scripts.bench.timing import relative_difference
-
-    own = max(relative_difference(*pair) for runs in (old, new) for pair in itertools.combinations(runs, 2))
-    nearest = min(relative_difference(*pair) for pair in itertools.product(old, new))
-    return "" if nearest <= max(own, ROUNDING) else f" ({nearest:.3g} apart, {own:.3g} from run to run)"
-
-
 def difference(old: Record, new: Record) -> str:
     """The outputs that differ between two records of a case; "" if none does."""
     both = zip(SIDES, (old, new), strict=True)
-    if errors := [f"{side} failed: {made['error']}" for side, made in both if "error" in made]:
-        return "; ".join(errors)
-    hashes = old["hashes"] | new["hashes"]
-    wrong = [name for name in hashes if old["hashes"].get(name) != new["hashes"].get(name)]
-    for name, runs in new["runs"].items():
-        if far := too_far(old["runs"][name], runs) if name in old["runs"] else " (varies on the new side alone)":
-            wrong.append(name + far)
-    return ", ".join(wrong)
+    errors = [f"{side} failed: {made['error']}" for side, made in both if "error" in made]
+    return "; ".join(errors) or ", ".join(name for name in old | new if old.get(name) != new.get(name))
 
 
 def compare_bits(options: argparse.Namespace) -> Record:

@@ -12,8 +12,6 @@ its weights and which of the weights are frozen are drawn too. A failure prints 
 that are farthest off; the exit code is then 1. A run that doesn't end is given up after HANG_SECONDS.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import sys
@@ -165,6 +163,29 @@ def kernels_of_experts(seeds: range) -> list[Kernel]:
     return kernels_of_shapes(layers)
 
 
+class AdaptedFormulas(Formulas):
+    """W + b a is not made: rows . a^T is a product by itself, whose rows are stored, and so is rows . b."""
+
+    def __init__(self, arithmetic: "Adapted", case: Case) -> None:
+        super().__init__(arithmetic, case)
+        self.stores_products, beside = arithmetic.stores_products, arithmetic.factors
+        self.beside = {id(getattr(case, f"{name}_proj")): pair for name, pair in beside.items()}
+
+    def low_rows(self, rows: Tensor, factor: Tensor, *, transposed: bool) -> Tensor:
+        return self.stored(super().product(rows, factor, transposed=transposed))
+
+    def product(self, rows: Tensor, weights: Tensor, *, transposed: bool, **others: Any) -> Tensor:
+        if (pair := self.beside.get(id(weights))) is None:
+            made = super().product(rows, weights, transposed=transposed, **others)
+            return self.stored(made) if self.stores_products else made
+        first, second = (pair.b, pair.a) if transposed else pair
+        low = (self.low_rows(rows, first, transposed=transposed), second)
+        if not self.stores_products:
+            return super().product(rows, weights, transposed=transposed, **others | {"low": low})
+        added = super().product(*low, transposed=transposed, bias=others.get("bias"))
+        return self.stored(self.stored(super().product(rows, weights, transposed=transposed)) + added)
+
+
 @dataclass(frozen=True)
 class Adapted(Arithmetic):
     """Arithmetic of weights with low-rank factors beside them, by name.
@@ -190,30 +211,6 @@ class Adapted(Arithmetic):
                 rows, ahead = made["a_scaled"], m.stored(ahead * m.of_rows(case.scores))
             made[f"d_{name}_a"], made[f"d_{name}_b"] = m.stored(m.outer(left, rows)), m.stored(m.outer(gradient, ahead))
         return made
-
-
-class AdaptedFormulas(Formulas):
-    """W + b a is not made: rows . a^T is a product by itself, whose rows are stored, and so is rows . b."""
-
-    def __init__(self, arithmetic: Adapted, case: Case) -> None:
-        super().__init__(arithmetic, case)
-        self.stores_products = arithmetic.stores_products
-        weights = {"up": case.up_proj, "down": case.down_proj}
-        self.beside = {id(weights[name]): pair for name, pair in arithmetic.factors.items()}
-
-    def low_rows(self, rows: Tensor, factor: Tensor, *, transposed: bool) -> Tensor:
-        return self.stored(super().product(rows, factor, transposed=transposed))
-
-    def product(self, rows: Tensor, weights: Tensor, *, transposed: bool, **others: Any) -> Tensor:
-        if (pair := self.beside.get(id(weights))) is None:
-            made = super().product(rows, weights, transposed=transposed, **others)
-            return self.stored(made) if self.stores_products else made
-        first, second = (pair.b, pair.a) if transposed else pair
-        low = (self.low_rows(rows, first, transposed=transposed), second)
-        if not self.stores_products:
-            return super().product(rows, weights, transposed=transposed, **others | {"low": low})
-        added = super().product(*low, transposed=transposed, bias=others.get("bias"))
-        return self.stored(self.stored(super().product(rows, weights, transposed=transposed)) + added)
 
 
 def check_experts(seed: int, totals: dict[str, Pool]) -> list[str]:

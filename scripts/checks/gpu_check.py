@@ -13,8 +13,6 @@ them. With --out, results and the log go there too. Without a Hopper GPU it does
 check.json as they were.
 """
 
-from __future__ import annotations
-
 import glob
 import importlib.util
 import json

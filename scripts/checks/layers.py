@@ -4,8 +4,6 @@
 `scripts.checks.sanitize_target` runs some under compute-sanitizer. A seed says all about a layer.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field

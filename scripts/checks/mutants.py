@@ -11,8 +11,6 @@ tables: they fail for every change of a kernel, a right one too. 40 faults were 
 ``named`` are written by hand: some version of the tests did not notice them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -2,26 +2,24 @@
 
     compute-sanitizer --tool memcheck python -m scripts.checks.sanitize_target
 
-Small layers with tails everywhere: all activations, biases, save policies, all combines, chunks, fp32 weight
+Small layers of the fuzzer, with tails everywhere: all activations, biases, save policies, all combines, chunks, fp32 weight
 gradients, sentinels, fewer rows than pairs, experts without tokens, Y over act, slices of columns; then the dispatch
 builders, and the router's operators: cases of `scripts.checks.compare`, on shapes that a sanitizer gets through. Each part runs
 even if one before it fails.
 """
-
-from __future__ import annotations
 
 import itertools
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from blazeproto.activations import ACTIVATIONS
 from blazeproto.gemm import Sizes
 from blazeproto.gemm.tiles import FORCED, force
 from blazeproto.lab.calls import LAYER
@@ -29,35 +27,15 @@ from blazeproto.lab.oracle import make_block_case, make_case, run_block_kernels,
 from blazeproto.lab.same_bits import wrong_in_order, wrong_in_place
 from blazeproto.router import ROUTERS, make_router
 from scripts.checks.cases import FEW, METHODS, SCANNED, run_dispatch, run_experts, run_router
-from scripts.checks.layers import Layer
+from scripts.checks.layers import Layer, draw_experts
 from scripts.command import argument_parser, need_hopper, some_of
 
 Run = tuple[str, Callable[[], dict[str, Tensor]]]
 
-SHAPES = (Sizes(37, 72, 40, 5, 3), Sizes(300, 136, 264, 4, 2))
-Y_OVER_ACT = Sizes(300, 136, 136, 4, 2)
+SMALL, Y_OVER_ACT = Sizes(37, 72, 40, 5, 3), Sizes(300, 136, 136, 4, 2)
 ONE_EXPERT = Sizes(40_010, 72, 264, 2, 1)  # with routing "same": several CTAs share an expert's sum
-FP8 = Sizes(300, 144, 256, 4, 2)
 FP8_WAYS: tuple[dict[str, Any], ...] = ({}, {"save": "recompute"}, {"keep_transposed": False})
-IN_TURN = {"transposed": True, "activation": "alternating(clamped_swiglu)"}
-VARIANTS: tuple[dict[str, Any], ...] = (
-    {"options": {"save": "paper"}},
-    {"options": {"save": "recompute"}},
-    {"options": {"combine": "fused"}},
-    {"options": {"combine": "fused_both"}},
-    {"options": {"combine": "fused_both", "workspace_bytes": 1 << 18}},
-    {"options": {"combine": "fused_both"}, "inputs": IN_TURN},
-    {"options": {"workspace_bytes": 1 << 18}},
-    {"f32": True},
-    {"inputs": {"row_capacity": 50}},
-    {"inputs": {"row_capacity": 0}},
-    {"inputs": {"row_capacity": 50}, "options": {"workspace_bytes": 1 << 15}},
-    {"inputs": {"transposed": True}},
-    {"inputs": IN_TURN | {"biases": True}},
-    {"ranks": (16, 16)},
-    {"ranks": (72, 72), "inputs": IN_TURN},
-)
-FROZEN = ("d_up", "d_down")
+TOKENS, MOST_WEIGHTS = range(9, 400), 2**21  # of drawn layers; elements of an expert's weights, of all experts
 
 
 def finite(run: Callable[[], dict[str, Tensor]]) -> None:
@@ -102,28 +80,22 @@ def weight_gradients(sizes: Sizes) -> dict[str, Tensor]:
     return made
 
 
+def drawn() -> list[Layer]:
+    """Layers of the fuzzer that a sanitizer gets through: with every activation, option and kind of routing."""
+    every = map(draw_experts, range(400))
+    return [each for each in every if each.sizes.T in TOKENS and prod(each.sizes[1:4]) < MOST_WEIGHTS]
+
+
 def layers() -> Iterator[Run]:
-    """Whole layers, with ids outside [0, E); then products."""
-    chosen = [Layer(FEW[2]), Layer(Y_OVER_ACT, {"biases": True})]
-    for sizes in SHAPES:
-        chosen += [Layer(sizes, {"activation": a, "biases": bias}) for a in ACTIVATIONS for bias in (False, True)]
-        for variant in VARIANTS:
-            frozen = FROZEN if "ranks" in variant else ()
-            inputs = {"sentinels": 0.2, **variant.get("inputs", {})}
-            chosen.append(Layer(sizes, **variant | {"inputs": inputs, "frozen": frozen}))
+    """Whole layers, by every tiles in turn, with ids outside [0, E) too; then products."""
+    chosen = [Layer(FEW[2]), Layer(Y_OVER_ACT, {"biases": True}), Layer(SMALL, f32=True), *drawn()]
     for way, f32 in itertools.product(FP8_WAYS, (False, True)):
-        chosen.append(Layer(FP8, {"sentinels": 0.2}, {"precision": "fp8", **way}, f32=f32))
-    for layer in chosen:
-        yield f"layer: {layer}", partial(run_experts, layer, 0, "cuda")
-    for layer, changes in itertools.product(map(Layer, SHAPES), FORCED):
+        chosen.append(Layer(Sizes(300, 144, 256, 4, 2), {"sentinels": 0.2}, {"precision": "fp8", **way}, f32=f32))
+    for layer, changes in zip(chosen, itertools.cycle(FORCED)):
         yield f"layer: {layer}, {changes or 'tiles of the table'}", partial(forced, layer, changes)
-    for layer in (Layer(SHAPES[0]), Layer(Y_OVER_ACT, {"biases": True})):
+    for layer in (Layer(SMALL), Layer(Y_OVER_ACT, {"biases": True})):
         yield f"products: {layer}", partial(in_place, layer)
     yield f"weight gradients: {Layer(ONE_EXPERT)}", partial(weight_gradients, ONE_EXPERT)
-
-
-def run_blocks(mask: np.ndarray) -> dict[str, Tensor]:
-    return run_block_kernels(make_block_case(mask, 136, 200))
 
 
 def block_products() -> Iterator[Run]:
@@ -134,11 +106,11 @@ def block_products() -> Iterator[Run]:
         "odd": np.ones((2, 3), bool),
     }
     for name, mask in masks.items():
-        yield f"block-sparse products: {name}", partial(run_blocks, mask)
+        yield f"block-sparse products: {name}", lambda mask=mask: run_block_kernels(make_block_case(mask, 136, 200))  # type: ignore[misc]
 
 
 def dispatches() -> Iterator[Run]:
-    for sizes, routing, method in itertools.product((SHAPES[0], *FEW, SCANNED), ("sentinels", "capacity"), METHODS):
+    for sizes, routing, method in itertools.product((SMALL, *FEW, SCANNED), ("sentinels", "capacity"), METHODS):
         yield f"dispatch: {Layer(sizes)}, {routing}, {method}", partial(run_dispatch, sizes, routing, method, "cuda")
 
 

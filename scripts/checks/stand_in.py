@@ -7,8 +7,6 @@
 Outputs of kernels are zeros.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from collections.abc import Iterator

@@ -13,8 +13,6 @@ A sentence begins with its subject, names what it speaks of, and says who acts. 
 Code, quotations of code, tables' headers, generated parts of pages and the pages of PAST are not looked at.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import json

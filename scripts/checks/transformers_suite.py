@@ -17,8 +17,6 @@ code is 1 if one failed, or `moe_mlp` was called in none.
 Needs what the tests import: pytest, parameterized, datasets, httpx.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.metadata

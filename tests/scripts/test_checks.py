@@ -1,7 +1,5 @@
 """The GPU checks, as far as a machine without one can follow them: what they would run, and that it is called rightly."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -152,18 +150,21 @@ def test_the_fuzzer_compiles_what_its_runs_launch() -> None:
         assert part.draw(0) == part.draw(0)
 
 
-def test_the_sanitizers_target_has_every_activation() -> None:
-    runs = [run for part in sanitize_target.PARTS.values() for run in part()]
-    names = [name for name, _ in runs]
-    assert len({*names}) == len(names)
-    assert sum("row_capacity" in name for name in names) == 6 and sum("capacity, " in name for name in names) == 15
-    for activation in ACTIVATIONS:
-        layer = Layer(sanitize_target.SHAPES[0], {"activation": activation, "biases": True})
-        assert f"layer: {layer}" in names
+def test_the_sanitizers_target_has_every_activation_and_option() -> None:
+    names = [name for part in sanitize_target.PARTS.values() for name, _ in part()]
+    assert len({*names}) == len(names) and sum("capacity, " in name for name in names) == 15
+    drawn = sanitize_target.drawn()
+    assert {*ACTIVATIONS} <= {layer.inputs["activation"] for layer in drawn}
+    options = {
+        (layer.options["save"], bool(layer.options["workspace_bytes"]), layer.inputs["biases"]) for layer in drawn
+    }
+    assert len(options) == 12 and {"fused", "fused_both"} < {layer.options["combine"] for layer in drawn}
+    assert {layer.inputs["transposed"] for layer in drawn} == {any(layer.ranks) for layer in drawn} == {True, False}
+    assert {0, None} < {layer.inputs["row_capacity"] for layer in drawn} and any(each.frozen for each in drawn)
 
 
 def test_what_the_sanitizers_watch_is_looked_at() -> None:
-    run = partial(sanitize_target.run_experts, Layer(sanitize_target.SHAPES[0], {"sentinels": 0.2}), 0, "cpu")
+    run = partial(sanitize_target.run_experts, Layer(sanitize_target.SMALL, {"sentinels": 0.2}), 0, "cpu")
     sanitize_target.finite(run)
     with pytest.raises(AssertionError, match="out: expected finite values"):
         sanitize_target.finite(lambda: run() | {"out": torch.tensor(torch.nan)})

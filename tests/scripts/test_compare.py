@@ -1,7 +1,5 @@
 """The comparison of two checkouts: its cases, its two sides in processes of their own, and what it counts as a difference."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -118,7 +116,9 @@ def test_a_planted_difference_is_found_and_nothing_else(tmp_path: Path) -> None:
     few = {
         layer.inputs["activation"]: number
         for number, layer in enumerate(LAYERS)
-        if 1 < layer.sizes.T <= compare.CPU_TOKENS and layer.inputs["row_capacity"] is None
+        if 1 < layer.sizes.T <= compare.CPU_TOKENS
+        and layer.inputs["row_capacity"] is None
+        and layer.options["combine"] == "gather"
     }
     wrong = few["relu2"]
     only = [word for number in (wrong, few["relu"]) for word in ("--only", f"layer {number}:")]
@@ -140,25 +140,11 @@ def test_nothing_compared_is_nothing_shown() -> None:
 # --- What differs --------------------------------------------------------------------------------------------------------
 
 
-def record(runs: dict[str, Any] | None = None, **hashes: str) -> compare.Record:
-    return {"hashes": hashes, "runs": runs or {}}
-
-
 def test_what_differs_is_named() -> None:
-    same, other = record(out="a", d_x="b"), record(out="a", d_x="c")
+    same, other = {"out": "a", "d_x": "b"}, {"out": "a", "d_x": "c"}
     assert compare.difference(same, same) == ""
-    assert compare.difference(same, other) == compare.difference(same, record(out="a")) == "d_x"
+    assert compare.difference(same, other) == compare.difference(same, {"out": "a"}) == "d_x"
     assert compare.difference(same, {"error": "it broke"}) == "new failed: it broke"
-
-
-def test_outputs_that_vary_are_compared_with_how_much_they_vary() -> None:
-    base = torch.tensor([1.0, -2.0, 4.0])
-    up, far = base + 2**-5, base + torch.tensor([0.0, 0.5, 0.0])
-    old = record({"out": [base, up, base]})
-    assert compare.difference(old, record({"out": [up, base, up]})) == ""
-    assert compare.difference(old, record({"out": [far] * 3})).startswith("out (0.10")
-    assert compare.difference(record({"out": [base] * 3}), record({"out": [base] * 3})) == ""
-    assert compare.difference(record({"out": [base] * 3}), record({"out": [up] * 3}))
 
 
 def test_bounds_of_time_and_peaks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,5 @@
 """The rules of style: each finds what it is for, in pages, docstrings and errors, and leaves code and questions alone."""
 
-from __future__ import annotations
-
 import pytest
 
 from scripts.checks.style import offences_in, words_of_source

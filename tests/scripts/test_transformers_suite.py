@@ -1,7 +1,5 @@
 """`scripts.checks.transformers_suite` on made-up folders of sources: the package that is installed, and tests of ours."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
