@@ -27,7 +27,6 @@ import os
 import statistics
 import sys
 import time
-from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -160,8 +159,6 @@ def compare_bits(options: argparse.Namespace) -> Record:
         print(f"{name}: {text}")
     if alone := [name for name in new if name not in old]:
         print(f"{len(alone)} cases on the new side alone, the first of them {alone[0]!r}")
-    kinds = Counter(name.split(" ", 1)[0].rstrip(":") for name in old)
-    print(", ".join(f"{count} {kind}" for kind, count in kinds.items()))
     differ = f"{len(differing) or 'none'} of which differ{'s' * (len(differing) == 1)}"
     print(f"{len(old)} cases, {differ}; {time.monotonic() - start:.0f} s")
     return {"cases": len(old), "differing": differing, "holds": bool(old) and not differing}

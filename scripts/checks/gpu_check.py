@@ -206,7 +206,7 @@ def main() -> None:
     results.mkdir(parents=True, exist_ok=True)
     log = (options.out or results) / f"check-{names[0]}.log"  # another run, on another GPU, has its own
     log.parent.mkdir(parents=True, exist_ok=True)
-    log.unlink(missing_ok=True)
+    log.write_bytes(b"")
     made: dict[str, dict[str, Any]] = {}
     for name in names:
         left = end - time.monotonic()

@@ -21,7 +21,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from scripts.command import argument_parser
 
@@ -43,13 +42,7 @@ MARKS = re.compile(r"^\s*(?:[-*>]|\d+\.)\s+|\*+")
 ENDS = re.compile(r"(?<=[.!?:;])\s+(?=[A-Z])")
 
 
-class Offence(NamedTuple):
-    """A sentence, its place, and the rule that it breaks."""
-
-    file: str
-    line: int
-    rule: str
-    sentence: str
+Offence = tuple[str, int, str, str]  # the file, the line, the rule that a sentence breaks, and the sentence
 
 
 def sentences(prose: str) -> Iterator[tuple[int, str]]:
@@ -69,7 +62,7 @@ def offences_in(prose: str, file: str, first: int = 1) -> Iterator[Offence]:
     """The broken rules of some prose, whose first line is line `first` of the file."""
     for (line, sentence), (rule, pattern) in itertools.product(sentences(prose), RULES.items()):
         if re.search(pattern, sentence):
-            yield Offence(file, first + line, rule, sentence)
+            yield file, first + line, rule, sentence
 
 
 def words_of_source(source: str) -> Iterator[tuple[int, str]]:
@@ -112,7 +105,7 @@ def main() -> None:
     found = [offence for path in files for offence in offences(path)]
     for file, line, rule, sentence in found:
         print(f"{file}:{line}: {rule}: {sentence[:160]}")
-    counts = Counter(offence.rule for offence in found)
+    counts = Counter(rule for _, _, rule, _ in found)
     print(f"{len(found)} sentences: {', '.join(f'{rule} {counts[rule]}' for rule in RULES)}")
     sys.exit(bool(found))
 

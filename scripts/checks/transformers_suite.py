@@ -25,11 +25,11 @@ import os
 import re
 import subprocess
 import sys
-import types
 import unittest
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -85,37 +85,32 @@ def line(test: str, outcome: str, reason: str = "") -> str:
 # --- The function on tiny models -----------------------------------------------------------------------------------------
 
 
-class Case(unittest.TestCase):
-    """The attributes that the function asks of a model's test class."""
+def test_of(config: Any) -> unittest.TestCase:
+    """A test with the attributes that the function asks of a model's test class."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    def __init__(self, model_class: type, config: Any) -> None:
-        super().__init__()
-        self.all_model_classes, self.model_tester, self.config = (model_class,), self, config
+    from tests.integrations.families import tokens
 
-    def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, Any]]:
-        from tests.integrations.families import tokens
-
-        return self.config, {"input_ids": tokens()}
-
-    def _prepare_for_class(self, inputs: dict[str, Any], model_class: type) -> dict[str, Any]:
-        return inputs
+    case, classes = unittest.TestCase(), (MODEL_FOR_CAUSAL_LM_MAPPING[type(config)],)
+    tester = SimpleNamespace(prepare_config_and_inputs_for_common=lambda: (config, {"input_ids": tokens()}))
+    vars(case).update(all_model_classes=classes, model_tester=tester, _prepare_for_class=lambda inputs, _: inputs)
+    return case
 
 
 def module_of_common(folder: Path) -> Any:
     """Their tests/test_modeling_common.py, under another name than our tests have. Its imports for other tests that a
     source distribution lacks are empty classes."""
-    sys.modules["theirs"] = package = types.ModuleType("theirs")
+    sys.modules["theirs"] = package = ModuleType("theirs")
     package.__path__ = [str(folder / "tests")]
     for name, kind in MIXINS.items():
         if not (folder / "tests" / f"{name.replace('.', '/')}.py").exists():
-            sys.modules[f"theirs.{name}"] = stub = types.ModuleType(f"theirs.{name}")
+            sys.modules[f"theirs.{name}"] = stub = ModuleType(f"theirs.{name}")
             setattr(stub, kind, type(kind, (), {}))
     return importlib.import_module("theirs.test_modeling_common")
 
 
 def run_function(folder: Path) -> Iterator[str]:
     """The lines of the part "function"."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.utils import logging
 
     from tests.integrations import families
@@ -126,7 +121,7 @@ def run_function(folder: Path) -> Iterator[str]:
         config, outcome, reason = families.configuration(family), "passed", ""
         pytest_runtest_setup()
         try:
-            function(Case(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config), dtype, dtype)
+            function(test_of(config), dtype, dtype)
         except unittest.SkipTest as skipped:
             outcome, reason = "skipped", str(skipped)
         except Exception as error:  # noqa: BLE001  any failure is a line, and the others go on
