@@ -1,7 +1,5 @@
 """The command line that the scripts share."""
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys
@@ -67,12 +65,8 @@ def need_hopper() -> None:
 
 def _lacks() -> str | None:
     """What keeps the kernels from running here; None if nothing does."""
-    from blazeproto.runtime.arch import missing  # not above: `compare` takes the package of another checkout
-
-    return missing(_capability())
-
-
-def _capability() -> tuple[int, int] | None:
     import torch
 
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    from blazeproto.runtime.arch import missing  # not above: `compare` takes the package of another checkout
+
+    return missing(torch.cuda.get_device_capability() if torch.cuda.is_available() else None)

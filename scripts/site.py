@@ -40,10 +40,7 @@ def place(path: str) -> str:
     if path in FROM_ROOT:
         return FROM_ROOT[path]
     there = path.removeprefix("docs/") if path.startswith("docs/") else f"repository/{path}"
-    suffix = PurePosixPath(path).suffix
-    if suffix == ".ipynb":
-        return str(PurePosixPath(there).with_suffix(".md"))
-    return f"{there}.md" if suffix in LANGUAGE else there
+    return f"{there}.md" if PurePosixPath(path).suffix in LANGUAGE else there.replace(".ipynb", ".md")
 
 
 def pages() -> list[str]:
@@ -74,8 +71,8 @@ def keep_shapes_whole(text: str) -> str:
 
 def source_page(path: str) -> str:
     """A source as a page."""
-    name, text = PurePosixPath(path), (ROOT / path).read_text()
-    return f'# {name.name}\n\n``````{LANGUAGE[name.suffix]} title="{path}"\n{text}``````\n'
+    name = PurePosixPath(path)
+    return f'# {name.name}\n\n``````{LANGUAGE[name.suffix]} title="{path}"\n{(ROOT / path).read_text()}``````\n'
 
 
 def notebook_page(path: str) -> tuple[str, list[str]]:
@@ -105,27 +102,27 @@ def write(there: str, content: str | bytes) -> None:
     target.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
+def page_of(path: str) -> tuple[str | bytes, list[str]]:
+    """The content of a file of the repository in build/docs, and the files that it links to."""
+    suffix = PurePosixPath(path).suffix
+    if suffix == ".md":
+        shown = (ROOT / path).read_text().partition(LANDING_ENDS)[0]
+        return turn_links(keep_shapes_whole(shown), path)
+    if suffix == ".ipynb":
+        return notebook_page(path)
+    return source_page(path) if suffix in LANGUAGE else (ROOT / path).read_bytes(), []
+
+
 def stage() -> None:
     """Writes build/docs anew."""
     shutil.rmtree(STAGE, ignore_errors=True)
     wanted, done = [*pages(), STYLE], set[str]()
     while wanted:
-        if (path := wanted.pop()) in done:
-            continue
-        done.add(path)
-        suffix, linked = PurePosixPath(path).suffix, list[str]()
-        content: str | bytes
-        if suffix == ".md":
-            shown = (ROOT / path).read_text().partition(LANDING_ENDS)[0]
-            content, linked = turn_links(keep_shapes_whole(shown), path)
-        elif suffix == ".ipynb":
-            content, linked = notebook_page(path)
-        elif suffix in LANGUAGE:
-            content = source_page(path)
-        else:
-            content = (ROOT / path).read_bytes()
-        write(place(path), content)
-        wanted += linked
+        if (path := wanted.pop()) not in done:
+            content, linked = page_of(path)
+            write(place(path), content)
+            done.add(path)
+            wanted += linked
 
 
 def build() -> int:

@@ -9,24 +9,24 @@ gradients, as a CUDA graph, compiled. Ids, scores, outputs and dx of every token
 `moe_mlp` on ids of which some are no expert's here. The exit code is 1 if a token differs.
 """
 
-from __future__ import annotations
-
 import random
 import sys
-import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from blazeproto import MoE, moe_mlp
-from scripts.bench.common import of_kernels, write_json
+from scripts.bench.common import in_turn, of_kernels, write_json
 from scripts.bench.identity import launched
+from scripts.checks.cases import Draw
 from scripts.command import argument_parser, need_hopper, positive
 
 WIDTHS = (512, 768, 2048, 2880, 4096, 7168)
@@ -57,7 +57,7 @@ class Case:
     elsewhere: bool  # no layer but `moe_mlp`, on ids of which some are no expert's here
 
     @classmethod
-    def drawn(cls, seed: int) -> Case:
+    def drawn(cls, seed: int) -> Self:
         draw = random.Random(seed)
         d, E = draw.choice(WIDTHS), draw.choice(tuple(EXPERTS))
         widths = [n for n in (64, 136, 256, 768) if 6 * E * n * d <= LARGEST]
@@ -71,107 +71,82 @@ class Layer:
     """A case's layer: runs any of its tokens in any way."""
 
     def __init__(self, case: Case) -> None:
-        self.case = case
-        self.generator = torch.Generator("cuda").manual_seed(case.seed)
+        self.case, self.draw = case, Draw(f"batch {case.seed}", "cuda")
         options: dict[str, Any] = {"router": case.router, "bias": case.bias, "d_shared": case.d_shared, "aux_loss": 0.0}
         options |= {"dtype": torch.bfloat16, "device": "cuda", "backend": "hopper"}
-        self.module: Any = MoE(case.d, case.n, case.E, case.K, **options)
+        module: Any = MoE(case.d, case.n, case.E, case.K, **options)
         if case.f32_router:
-            self.module.router.float()
-        with torch.no_grad():
-            for parameter in self.module.parameters():
-                parameter.copy_(self.normal(*parameter.shape) * parameter.shape[-1] ** -0.5)
-        self.compiled = {
-            called: torch.compile(called, fullgraph=True) for called in (moe_mlp, self.module)
+            module.router.float()
+        self.module = self.draw.fill(module)
+        self.compiled: dict[Any, Any] = {
+            called: torch.compile(called, fullgraph=True) for called in (moe_mlp, module)
         }  # what compiles when it is called
-        self.x, self.d_out = (self.normal(case.T, case.d).bfloat16() for _ in range(2))
-        ids = torch.rand(case.T, case.E + 8, device="cuda", generator=self.generator).topk(case.K).indices - 4
-        self.ids = ids.int()
-        self.scores = torch.rand(case.T, case.K, device="cuda", generator=self.generator)
-
-    def normal(self, *size: int) -> Tensor:
-        return torch.randn(size, device="cuda", generator=self.generator)
+        self.x, self.d_out = (self.draw.normal(case.T, case.d).bfloat16() for _ in range(2))
+        self.ids = (self.draw.uniform(case.T, case.E + 8).topk(case.K).indices - 4).int()
+        self.scores = self.draw.uniform(case.T, case.K)
 
     def run(self, places: Tensor, way: str) -> Results:
-        """The results of the tokens at these places."""
-        options: dict[str, Any] = {}
-        if way in ("paper", "recompute"):
-            options["save"] = way
-        elif way == "chunks":
-            of_token = 2 * self.case.K * (3 * self.case.n + self.case.d)  # bytes, at least what one needs
-            options["workspace_bytes"] = of_token * -(-len(places) // 4)
-        given, inside = places, torch.ones(len(places), dtype=torch.bool, device="cuda")
-        if way == "masked":  # tokens of the same batch, with a NaN in each, before, between and behind
-            given, inside = self._padded(places)
-        x, d_out = self.x[given].clone(), self.d_out[given]
-        if way == "masked":
-            x[~inside] = torch.nan
+        """The results of the tokens at these places; without dx where no gradients are made."""
+        given, mask = self._padded(places) if way == "masked" else (places, None)
+        x, d_out = self.x[given], self.d_out[given]
+        if mask is not None:
+            x[~mask] = torch.nan
         x.requires_grad_(way != "no_grad")
 
-        def step() -> tuple[Tensor, ...]:
-            with torch.set_grad_enabled(way != "no_grad"):
-                made = self._forward(x, given, inside if way == "masked" else None, options, way == "compiled")
-            out = made[-1]
-            dx = torch.autograd.grad(out, x, d_out)[0] if way != "no_grad" else out
-            return (*(t.detach() for t in made), dx)
+        def step() -> list[Tensor]:
+            with torch.set_grad_enabled(x.requires_grad):
+                made = self._forward(x, given, mask, way)
+            dx = torch.autograd.grad(made[-1], x, d_out) if x.requires_grad else ()
+            return [value.detach() for value in (*made, *dx)]
 
-        made = self._replayed(step, x) if way == "graph" else step()
-        found = dict(zip(OUTPUTS, made, strict=True))
-        if way == "no_grad":
-            del found["dx"]
-        return {name: value[inside] for name, value in found.items()}
+        found = zip(OUTPUTS, replayed(step, x) if way == "graph" else step(), strict=False)
+        return {name: value if mask is None else value[mask] for name, value in found}
 
-    def _forward(
-        self, x: Tensor, given: Tensor, mask: Tensor | None, options: dict[str, Any], compiled: bool
-    ) -> tuple[Tensor, ...]:
-        layer: Any = self.module
-        if self.case.elsewhere:
+    def _forward(self, x: Tensor, given: Tensor, mask: Tensor | None, way: str) -> tuple[Tensor, ...]:
+        layer, case = self.module, self.case
+        experts, whole = (self.compiled.get(each if way == "compiled" else None, each) for each in (moe_mlp, layer))
+        of_token = 2 * case.K * (3 * case.n + case.d)  # bytes, at least what one needs
+        options: dict[str, Any] = {"save": way} if way in ("paper", "recompute") else {}
+        options |= {"workspace_bytes": of_token * -(-len(given) // 4)} if way == "chunks" else {}
+        if case.elsewhere:
             ids, scores = self.ids[given], self.scores[given]
             if mask is not None:
-                ids = ids.masked_fill(~mask[:, None], -1)
-                x = torch.where(mask[:, None], x, 0)
+                ids, x = ids.masked_fill(~mask[:, None], -1), torch.where(mask[:, None], x, 0)
             weights = (layer.up_proj_weight, layer.down_proj, scores, ids)
-            function: Any = self.compiled[moe_mlp] if compiled else moe_mlp
-            return ids, scores, function(x, *weights, num_experts=self.case.E, backend="hopper", **options)
-        before, layer.options = layer.options, replace(layer.options, **options)
+            return ids, scores, experts(x, *weights, num_experts=case.E, backend="hopper", **options)
         chosen: list[Any] = []
-        handle = layer.router.register_forward_hook(lambda *given: chosen.append(given[-1])) if not compiled else None
-        try:
-            run: Any = self.compiled[layer] if compiled else layer
-            out, _ = run(x) if mask is None else run(x, mask=mask)
+        hook = (
+            layer.router.register_forward_hook(lambda *given: chosen.append(given[-1])) if way != "compiled" else None
+        )
+        with patch.object(layer, "options", replace(layer.options, **options)), hook or nullcontext():
+            out, _ = whole(x) if mask is None else whole(x, mask=mask)
             routing = chosen[0] if chosen else layer.router(x)
-        finally:
-            layer.options = before
-            if handle:
-                handle.remove()
         return routing.experts, routing.scores, out
 
     def _padded(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Some of the places masked beside them, and the mask: which tokens count."""
+        """The places with tokens of the same batch before, between and behind them, and the mask: which tokens count."""
         count = len(places) + 1 + len(places) // 3
         mask = torch.zeros(count, dtype=torch.bool, device="cuda")
-        mask[torch.randperm(count, device="cuda", generator=self.generator)[: len(places)]] = True
-        given = torch.randint(self.case.T, (count,), device="cuda", generator=self.generator)
+        mask[self.draw.uniform(count).argsort()[: len(places)]] = True
+        given = (self.draw.uniform(count) * self.case.T).long().clamp_max_(self.case.T - 1)
         given[mask] = places
         return given, mask
 
-    @staticmethod
-    def _replayed(step: Any, x: Tensor) -> tuple[Tensor, ...]:
-        """Captured with other tokens than those that it is replayed with."""
-        tokens = x.detach().clone()
-        with torch.no_grad():
-            x.copy_(tokens.flip(0) * 0.5)
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            step()
-        with torch.cuda.graph(graph, stream=stream):
-            made = step()
-        with torch.no_grad():
-            x.copy_(tokens)
-        graph.replay()
-        torch.cuda.synchronize()
-        return made
+
+def replayed(step: Callable[[], list[Tensor]], x: Tensor) -> list[Tensor]:
+    """A CUDA graph's results, captured with other tokens than those that it is replayed with."""
+    tokens = x.detach().clone()
+    x.data.copy_(tokens.flip(0) * 0.5)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    with torch.cuda.graph(graph, stream=stream):
+        made = step()
+    x.data.copy_(tokens)
+    graph.replay()
+    torch.cuda.synchronize()
+    return made
 
 
 def batches(case: Case, chosen: list[str]) -> Iterator[tuple[Tensor, str]]:
@@ -219,22 +194,16 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="file of results to write")
     options = parser.parse_args()
     need_hopper()
-    begin, ways, lines, done = time.monotonic(), Counter[str](), list[str](), 0
+    ways, lines, done = Counter[str](), list[str](), 0
     with launched() as kernels:
-        for seed in range(options.seed, options.seed + options.cases):
-            if time.monotonic() - begin > options.seconds:
-                break
+        for seed in in_turn(range(options.seed, options.seed + options.cases), options.seconds):
             found = run_case(Case.drawn(seed), [*WAYS], ways)
-            lines += found
-            done += 1
             for line in found:
                 print(line, flush=True)
-            torch.cuda.empty_cache()
+            lines, done = lines + found, done + 1
             torch.compiler.reset()
     counts = ", ".join(f"{way} {count}" for way, count in sorted(ways.items()))
-    print(
-        f"{done} of {options.cases} cases in {time.monotonic() - begin:.0f} s, {len(lines)} batches differ ({counts})"
-    )
+    print(f"{done} of {options.cases} cases, {len(lines)} batches differ ({counts})")
     if options.out:
         record = {"of": of_kernels(kernels), "seeds": [options.seed, options.seed + done - 1], "batches": dict(ways)}
         write_json(options.out, record | {"cases": done, "differing": lines})

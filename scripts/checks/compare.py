@@ -1,40 +1,33 @@
 """Does this checkout compute what another one does, to the bit, and in which time? Each runs in processes of its own.
 
     git worktree add .base COMMIT
-    python -m scripts.checks.compare --old .base                        # bits: all cases, in about three minutes
-    python -m scripts.checks.compare --old .base --only "up_forward"    # of them those whose names have this
+    python -m scripts.checks.compare --old .base                        # bits: all cases
+    python -m scripts.checks.compare --old .base --only "dispatch: "    # of them those whose names have this
     python -m scripts.checks.compare --old .base --time                 # GPU time of MoE over module.json's 30 shapes
     python -m scripts.checks.compare --old .base --lora                 # and of the layer of scripts.bench.lora
     python -m scripts.checks.compare --old .base --router               # and of routers, from one token on
 
-Bits: every product, dispatch and router operator, and random layers by ``moe_mlp`` and ``MoE`` (cases.py). Hashes of outputs and
-gradients are compared, and refusals word for word. Outputs that are added in an order that varies (combine="fused", "fused_both")
-are made several times on each side; two sides agree where their nearest outputs differ by no more than one side's differ from
-each other, or by less than a rounding of fp32. A case that the old side does not have is told and fails nothing.
+Bits: every dispatch and router operator, and random layers by their products, ``moe_mlp`` and ``MoE`` (cases.py). Each side draws
+layers with its own blazeproto.lab. Hashes of outputs and gradients are compared. Sums in an order that varies (combine="fused",
+"fused_both") are left to `scripts.checks.fuzz`. A case that the old side does not have is told and fails nothing.
 
 Time: a forward and a backward as a CUDA graph, replayed by the two sides in turn (A B B A), medians over the rounds.
 
 --device cpu runs the cases of a few tokens on the twins and the torch backend, to try this script.
 """
 
-# blazeproto is imported inside functions: a side's process takes it from its own checkout.
-from __future__ import annotations
-
+# blazeproto, and what imports it, is imported inside functions: a side's process takes it from its own checkout.
 import argparse
 import gc
 import hashlib
 import importlib
-import itertools
 import math
 import multiprocessing
 import os
 import statistics
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,16 +35,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scripts.checks import cases
 from scripts.command import argument_parser, need_hopper, positive, refuse
 
 Record = dict[str, Any]
 SIDES = ("old", "new")
 ROOT = Path(__file__).resolve().parents[2]
-ROUNDING = 2.0**-24  # of an fp32 number: sums that lie nearer than that are the same sums in another order
-CPU_TOKENS = 300  # of a case, at most, on a CPU
-FUSED_RUNS = 4
-WARM_TOKENS = 64
+CPU_TOKENS = 300  # of a layer, at most, on a CPU
+ROUNDS = 7  # of times
 BURST_MS, MOST_CALLS = 20.0, 12  # how long a timed interval is, and the most calls in it
 MOST_MEAN, MOST_RATIO, MOST_LORA = 1.01, 1.03, 1.01  # of the new side's time over the old one's
 ROUTERS = ((32768, 2048, 8, 128, 8), (16384, 4096, 8, 512, 8))  # T, d, n, E, K; n does not matter
@@ -60,23 +50,20 @@ MOST_ROUTER, MOST_FEW = 1.05, 1.2  # how much longer routers may take, on all to
 
 # --- A side's process ----------------------------------------------------------------------------------------------------
 
-HERE = SimpleNamespace(package=None, device="", cases={}, step=None, graph=None)  # of a process
+HERE = SimpleNamespace(device="", cases={}, step=None, graph=None)  # of a process
 
 
-def load(root: Path, device: str, products: dict[str, cases.Product]) -> None:
+def load(root: Path, device: str) -> None:
     """Takes blazeproto from the checkout at ``root``, and makes its cases. ImportError if another one is found."""
     sys.path.insert(0, str(root))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(root), str(ROOT)])  # of the processes that compile
-    package = importlib.import_module("blazeproto")
-    found = Path(package.__file__ or "").resolve().parents[1]
+    found = Path(importlib.import_module("blazeproto").__file__ or "").resolve().parents[1]
     if found != root:
         raise ImportError(f"expected blazeproto in {root}, got {found}'s")
-    for room in ("activations", "dispatch", "gemm", "router"):
-        importlib.import_module(f"blazeproto.{room}")
-    HERE.package, HERE.device = package, device
-    made = [*cases.product_cases(package, device, products)]
-    made += [*cases.routing_cases(package, device), *cases.layer_cases(package, device)]
-    HERE.cases = {case.name: case for case in made}
+    from scripts.checks.cases import all_cases
+
+    made = [case for case in all_cases(device) if device == "cuda" or case.tokens <= CPU_TOKENS]
+    HERE.device, HERE.cases = device, {case.name: case for case in made}
     if len(HERE.cases) < len(made):
         raise ValueError("cases: expected different names, one is there twice")
 
@@ -85,10 +72,8 @@ def names() -> list[str]:
     return [*HERE.cases]
 
 
-def digest(value: Tensor | str) -> str:
-    """sha256 of the bytes, with the shape and the dtype; a refusal is itself."""
-    if isinstance(value, str):
-        return value
+def digest(value: Tensor) -> str:
+    """sha256 of the bytes, with the shape and the dtype."""
     values = value.detach().contiguous().cpu()
     about = f"{values.dtype} {tuple(values.shape)} ".encode()
     data = values.flatten().view(torch.uint8).numpy().tobytes() if values.numel() else b""
@@ -96,41 +81,26 @@ def digest(value: Tensor | str) -> str:
 
 
 def run(name: str) -> Record:
-    """``hashes`` of a case's outputs by name; of floats that vary, ``runs``: the values of several runs, in fp32. Or "error"."""
+    """The hashes of a case's outputs by name; or "error", where it fails or makes outputs that are not finite."""
+    case = HERE.cases[name]
     try:
-        return outputs_of(HERE.cases[name])
+        made = case.run()
+        floats = [output for output, value in made.items() if value.is_floating_point()]
+        if case.finite and (wrong := [output for output in floats if not made[output].isfinite().all()]):
+            return {"error": f"{', '.join(wrong)}: expected finite values"}
+        return {output: digest(value) for output, value in made.items()}
     except Exception as error:  # noqa: BLE001  one case that fails is no reason to lose the others
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def outputs_of(case: cases.Case) -> Record:
-    """As `run`. ValueError where outputs are not finite."""
-    made = case.run()
-    for output, value in made.items() if case.finite else ():
-        if isinstance(value, Tensor) and value.is_floating_point() and not value.isfinite().all():
-            raise ValueError(f"{output}: expected finite values")
-    runs: dict[str, list[Any]] = {}
-    if case.varies:
-        every = [made, *(case.run() for _ in range(FUSED_RUNS - 1))]
-        for output, value in made.items():
-            if isinstance(value, Tensor) and value.is_floating_point():
-                runs[output] = [each[output].detach().float().cpu() for each in every]  # type: ignore[union-attr]
-    return {"hashes": {output: digest(made[output]) for output in made if output not in runs}, "runs": runs}
-
-
-def warm(kind: str, sizes: tuple[int, ...]) -> None:
-    """Compile what a shape needs, on a few of its tokens."""
-    tokens, d, n, experts, top_k = sizes
-    HERE.package.gemm.prepare(d, n, experts, top_k)
-    HERE.package.dispatch.prepare_dispatch(tokens, top_k, experts)
-    cases.STEPS[kind](HERE.package, HERE.device, cases.Shape(WARM_TOKENS, *sizes[1:]))()
-
-
 def begin(kind: str, sizes: tuple[int, ...]) -> int:
     """Make a layer and capture its step; the bytes of a step's peak over what lies there before."""
+    from blazeproto import gemm
     from scripts.bench.timing import capture, peak_bytes
+    from scripts.checks.cases import step_of
 
-    HERE.step = cases.STEPS[kind](HERE.package, HERE.device, cases.Shape(*sizes))
+    gemm.prepare(*sizes[1:])
+    HERE.step = step_of(kind, gemm.Sizes(*sizes), HERE.device)
     HERE.step(), HERE.step()
     peak = peak_bytes(HERE.step)
     HERE.graph = capture(HERE.step, torch.cuda.graph_pool_handle())
@@ -157,79 +127,38 @@ def end() -> None:
 # --- Bits ----------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def sides(options: argparse.Namespace, jobs: int) -> Iterator[dict[str, ProcessPoolExecutor]]:
+def sides(options: argparse.Namespace, jobs: int) -> dict[str, ProcessPoolExecutor]:
     """A pool of processes for each checkout."""
-    from blazeproto import gemm
-
-    products = cases.products_of(gemm)
-    with ExitStack() as stack:
-        pools = {}
-        for side, root in zip(SIDES, (options.old, ROOT), strict=True):
-            spawn = multiprocessing.get_context("spawn")
-            pool = ProcessPoolExecutor(jobs, spawn, initializer=load, initargs=(root, options.device, products))
-            pools[side] = stack.enter_context(pool)
-        yield pools
-
-
-def wanted(name: str, options: argparse.Namespace) -> bool:
-    """Whether --only has it, and on a CPU, whether it is a case of a few tokens."""
-    words = [word for word in name.replace(",", " ").split() if word[0] == "T" and word[1:].isdecimal()]
-    few = options.device == "cuda" or not words or int(words[0][1:]) <= CPU_TOKENS
-    return few and (not options.only or any(text in name for text in options.only))
-
-
-def too_far(old: list[Any], new: list[Any]) -> str:
-    """For outputs that vary: "" if the nearest of two sides are as near as the farthest of one, or nearer than a rounding."""
-    from scripts.bench.timing import relative_difference
-
-    own = max(relative_difference(*pair) for runs in (old, new) for pair in itertools.combinations(runs, 2))
-    nearest = min(relative_difference(*pair) for pair in itertools.product(old, new))
-    return "" if nearest <= max(own, ROUNDING) else f" ({nearest:.3g} apart, {own:.3g} from run to run)"
+    spawn = multiprocessing.get_context("spawn")
+    return {
+        side: ProcessPoolExecutor(jobs, spawn, initializer=load, initargs=(root, options.device))
+        for side, root in zip(SIDES, (options.old, ROOT), strict=True)
+    }
 
 
 def difference(old: Record, new: Record) -> str:
     """The outputs that differ between two records of a case; "" if none does."""
     both = zip(SIDES, (old, new), strict=True)
-    if errors := [f"{side} failed: {made['error']}" for side, made in both if "error" in made]:
-        return "; ".join(errors)
-    wrong = []
-    for name in dict.fromkeys((*old["hashes"], *new["hashes"])):
-        before, after = old["hashes"].get(name), new["hashes"].get(name)
-        if before != after:
-            refused = [text for text in (before, after) if text is None or ":" in text]
-            wrong.append(f"{name}{f' (old {before}, new {after})' if refused else ''}")
-    for name, runs in new["runs"].items():
-        if name not in old["runs"]:
-            wrong.append(f"{name} (varies on the new side alone)")
-        elif far := too_far(old["runs"][name], runs):
-            wrong.append(name + far)
-    return ", ".join(wrong)
+    errors = [f"{side} failed: {made['error']}" for side, made in both if "error" in made]
+    return "; ".join(errors) or ", ".join(name for name in old | new if old.get(name) != new.get(name))
 
 
 def compare_bits(options: argparse.Namespace) -> Record:
     """The record of a comparison; prints it."""
-    start, made = time.monotonic(), {side: Record() for side in SIDES}
-    with sides(options, options.jobs) as pools:
-        listed = {
-            side: [name for name in pools[side].submit(names).result() if wanted(name, options)] for side in SIDES
-        }
-        running = {side: pools[side].map(run, listed[side]) for side in SIDES}
-        for side in SIDES:
-            made[side] = dict(zip(listed[side], running[side], strict=True))
-    old, new = made["old"], made["new"]
+    start, running = time.monotonic(), {}
+    pools = sides(options, options.jobs)
+    with pools["old"], pools["new"]:
+        for side, pool in pools.items():
+            every = pool.submit(names).result()
+            listed = [name for name in every if not options.only or any(text in name for text in options.only)]
+            running[side] = zip(listed, pool.map(run, listed), strict=True)
+        old, new = (dict(running[side]) for side in SIDES)
     differing = {name: text for name in old if name in new and (text := difference(old[name], new[name]))}
     differing |= {name: "the new side does not have it" for name in old if name not in new}
     for name, text in differing.items():
         print(f"{name}: {text}")
     if alone := [name for name in new if name not in old]:
         print(f"{len(alone)} cases on the new side alone, the first of them {alone[0]!r}")
-    hashes = [value for record in new.values() for value in record.get("hashes", {}).values()]
-    refused = sum(":" in value for value in hashes)
-    kinds = ", ".join(
-        f"{count} {kind}" for kind, count in Counter(name.split(" ", 1)[0].rstrip(":") for name in old).items()
-    )
-    print(f"{kinds}: {len(hashes) - refused} outputs, {refused} refusals")
     differ = f"{len(differing) or 'none'} of which differ{'s' * (len(differing) == 1)}"
     print(f"{len(old)} cases, {differ}; {time.monotonic() - start:.0f} s")
     return {"cases": len(old), "differing": differing, "holds": bool(old) and not differing}
@@ -240,23 +169,19 @@ def compare_bits(options: argparse.Namespace) -> Record:
 
 def compare_times(options: argparse.Namespace, kind: str, shapes: list[tuple[int, ...]]) -> list[Record]:
     """A row a shape: milliseconds and peaks of both sides."""
-    with sides(options, options.jobs) as pools:  # which fill the compile cache
-        for done in [pools[side].submit(warm, kind, shape) for shape in shapes for side in SIDES]:
-            done.result()
-    start, rows = time.monotonic(), list[Record]()
-    with sides(options, 1) as pools:
-        for shape in shapes:
-            if time.monotonic() - start > options.time_budget:
-                print(f"{shape} and what follows: left out, the time is over")
-                break
+    from scripts.bench.common import in_turn
+
+    rows, pools = list[Record](), sides(options, 1)
+    with pools["old"], pools["new"]:
+        for shape in in_turn(shapes, options.time_budget):
             peaks = {side: pools[side].submit(begin, kind, shape).result() for side in SIDES}
             times: dict[str, list[float]] = {side: [] for side in SIDES}
-            for index in range(options.rounds + 1):  # the first is thrown away
+            for index in range(ROUNDS + 1):  # the first is thrown away
                 for side in SIDES if index % 2 else reversed(SIDES):
                     times[side].append(pools[side].submit(replay).result())
             for side in SIDES:
                 pools[side].submit(end).result()
-            row: Record = {"layer": kind, "cfg": cases.Shape(*shape)._asdict()}
+            row: Record = {"layer": kind, "cfg": dict(zip("TdnEK", shape, strict=True))}
             row |= {f"{side}_ms": round(statistics.median(times[side][1:]), 5) for side in SIDES}
             row |= {f"{side}_peak_MiB": round(peaks[side] / 2**20, 2) for side in SIDES}
             rows.append(row | {"ratio": round(row["new_ms"] / row["old_ms"], 5)})
@@ -293,10 +218,10 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--time", action="store_true", help="time MoE")
     parser.add_argument("--lora", action="store_true", help="time experts with low-rank factors")
     parser.add_argument("--router", action="store_true", help="time routers")
-    parser.add_argument("--shapes", default="", help="of --time: numbers such as 1-3,27; default: all")
-    parser.add_argument("--rounds", type=positive, default=7)
-    parser.add_argument("--time-budget", type=float, default=float("inf"), metavar="SECONDS")
-    parser.add_argument("--jobs", type=positive, default=7, help="processes a side that compile, and that compute bits")
+    parser.add_argument(
+        "--time-budget", type=float, default=math.inf, metavar="SECONDS", help="begin no shape after it"
+    )
+    parser.add_argument("--jobs", type=positive, default=7, help="processes a side that compute bits")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, help="file of results to write")
     options = parser.parse_args(words)
@@ -307,7 +232,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     from scripts.bench import lora
-    from scripts.bench.common import MODULE_SHAPES, now, parse_shapes, write_json
+    from scripts.bench.common import MODULE_SHAPES, now, write_json
 
     options = arguments()
     if options.device == "cuda":
@@ -317,8 +242,7 @@ def main() -> int:
     record: Record = {"benchmark": "compare", "measured": now(), "old": options.old.name}
     holds = []
     if options.time:
-        shapes = parse_shapes(options.shapes, MODULE_SHAPES) if options.shapes else MODULE_SHAPES
-        record["rows"] = compare_times(options, "module", [shape[:5] for shape in shapes])
+        record["rows"] = compare_times(options, "module", [shape[:5] for shape in MODULE_SHAPES])
         holds.append(judge_times(record["rows"], MOST_MEAN, MOST_RATIO))
     if options.lora:
         record["lora_rows"] = compare_times(options, "lora", [lora.SHAPE[:5]])

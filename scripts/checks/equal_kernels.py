@@ -9,8 +9,6 @@ Rows of the committed results keep their standing by that table.
 A checkout's kernels are compiled once; their hashes are kept in a file (--kept).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -55,28 +53,25 @@ def code_of(kernel: Kernel) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
-def kernels_here(descriptions: list[identity.Description]) -> Iterator[Kernel]:
-    """The registry's kernels, and the described ones that are still made here."""
-    yield from gemm.all_kernels()
-    for description in descriptions:
-        kernel = identity.made_again(description)
-        if isinstance(kernel, Kernel) and kernel.path.is_file():
-            yield kernel
-
-
 def side_here(descriptions: list[identity.Description], kept: Path) -> Side:
-    """This checkout's kernels. kept: a file of hashes by compiler and identity."""
+    """This checkout's kernels: the registry's, and the described ones that are still made here. kept: a file of hashes by
+    compiler and identity."""
     codes: dict[str, str] = json.loads(kept.read_text()) if kept.exists() else {}
-    kernels = {identity.identity(kernel): kernel for kernel in kernels_here(descriptions)}
-    names = {name: f"{nvrtc.version()} {name}" for name in kernels}
+    again = (
+        each for each in map(identity.made_again, descriptions) if isinstance(each, Kernel) and each.path.is_file()
+    )
+    kernels = {f"{nvrtc.version()} {identity.identity(kernel)}": kernel for kernel in (*gemm.all_kernels(), *again)}
     with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(os.cpu_count()) as pool:
         os.environ["BLAZEPROTO_CACHE"] = cache
-        lacking = [name for name in kernels if names[name] not in codes]
-        for name, code in zip(lacking, pool.map(code_of, (kernels[name] for name in lacking)), strict=True):
-            codes[names[name]] = code
+        lacking = [key for key in kernels if key not in codes]
+        for key, code in zip(lacking, pool.map(code_of, (kernels[key] for key in lacking)), strict=True):
+            codes[key] = code
             kept.write_text(json.dumps(codes))  # so that a run that is cut short goes on
-    made_here = {name: codes[names[name]] for name in kernels if codes[names[name]]}
-    return {name: {"described": identity.described(kernels[name]), "code": code} for name, code in made_here.items()}
+    return {
+        identity.identity(kernel): {"described": identity.described(kernel), "code": codes[key]}
+        for key, kernel in kernels.items()
+        if codes[key]
+    }
 
 
 def described_in_results() -> list[identity.Description]:
@@ -91,12 +86,9 @@ def described_in_results() -> list[identity.Description]:
 
 def extended(table: dict[str, Any], old: Side, new: Side) -> dict[str, Any]:
     """The table with the identities of old kernels whose code a new one has; what it led to before leads there too."""
-    by_code: dict[str, list[str]] = {}
-    for name, kernel in new.items():
-        by_code.setdefault(kernel["code"], []).append(name)
     equal, described = dict[str, str](), dict[str, Any]()
     for name, kernel in old.items():
-        if name not in new and (found := by_code.get(kernel["code"])):
+        if found := [each for each in new if new[each]["code"] == kernel["code"] and name not in new]:
             alike = [each for each in found if new[each]["described"] == kernel["described"]]
             equal[name] = today = (alike or found)[0]
             described |= {} if alike else {today: new[today]["described"]}

@@ -12,9 +12,6 @@ its weights and which of the weights are frozen are drawn too. A failure prints 
 that are farthest off; the exit code is then 1. A run that doesn't end is given up after HANG_SECONDS.
 """
 
-from __future__ import annotations
-
-import itertools
 import os
 import random
 import sys
@@ -22,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import product as every
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,19 +27,18 @@ import torch
 from torch import Tensor
 
 from blazeproto import dispatch, gemm
-from blazeproto.activations import ACTIVATIONS, activation_named, with_parameters
-from blazeproto.autograd import LowRank, SavePolicy, moe_mlp, quantize_weights
+from blazeproto.activations import ACTIVATIONS
+from blazeproto.autograd import LowRank, quantize_weights
 from blazeproto.autograd.policy import padded_rank
 from blazeproto.gemm import Sizes, product
 from blazeproto.gemm.compile import Kernel, compile_many
-from blazeproto.gemm.product import TRANSPOSED, Build, Variant
+from blazeproto.gemm.product import Build, Variant
 from blazeproto.gemm.registry import quantized_kernels
 from blazeproto.gemm.tiles import CHOSEN, FORCED, PLAIN, force
 from blazeproto.lab.accuracy import FP32_NOISE, Pool, worst_mismatches
 from blazeproto.lab.calls import Case
 from blazeproto.lab.oracle import (
     EXACT,
-    ROUTINGS,
     YARDSTICK,
     Arithmetic,
     Formulas,
@@ -54,8 +51,21 @@ from blazeproto.lab.oracle import (
     stray_writes,
 )
 from blazeproto.lab.same_bits import wrong_in_order, wrong_in_place
-from scripts.command import argument_parser, need_hopper, positive
+from scripts.checks.layers import (
+    FP8_ACTIVATIONS,
+    OTHERS,
+    Layer,
+    draw_experts,
+    draw_fp8,
+    draw_products,
+    factors_in,
+    make_layer,
+    run_layer,
+)
+from scripts.command import argument_parser, need_hopper, positive, some_of
 
+DEVICE = "cuda"
+BACKENDS = ["hopper", "torch"]  # of moe_mlp
 HANG_SECONDS = 60
 MOST_FAILURES = 5
 # A single run may be a handful of numbers, where the luck of rounding decides: its bounds are wider. All runs together are
@@ -64,24 +74,6 @@ SINGLE_RUN_SLACK = {"products": 2.0, "chain": 4.0, "hopper": 4.0, "torch": 4.0}
 # How wrong an fp32 output of a single run may be, if it has few elements, at the end of a chain: H and act before it are bf16, so
 # that of 4000 single dS over 80 hidden units the yardstick itself misses a tenth by more than 0.011.
 FP32_NOISE_OF_CHAINS = 2.0**-6
-# Other parameters than the table's. Few values are near to these limits: the slope jumps there, and a rounded value may lie on
-# the other side than the exact one.
-OTHERS = [
-    with_parameters(name, **{p.name: factor * p.value if p.above_zero else drift * p.value for p in row.parameters})
-    for name, row in ((name, activation_named(name)) for name in ACTIVATIONS if "(" not in name)
-    for factor, drift in ((1.3, 1.0), (0.36, 0.76), (0.57, -0.41))
-    if row.parameters
-]
-OTHERS += ["alternating(swiglu)", "alternating(geglu_tanh)"]  # gate and up in turn
-BACKENDS = ["hopper", "torch"]  # of moe_mlp
-# (E, K) of ``moe_mlp``: few, for Numba compiles the dispatch's kernels for each. K > E: most experts are elsewhere.
-EXPERTS = [(1, 1), (1, 8), (2, 1), (2, 20), (3, 6), (5, 3), (8, 2), (13, 5), (16, 16), (64, 8), (128, 4), (512, 10)]
-
-RANKS = [0, 0, 0, 3, 8, 20, 64, 136]  # of factors; 0: none
-
-FP8_ACTIVATIONS = [
-    name for name in ACTIVATIONS if activation_named(name).gated and activation_named(name).layout == "HALVES"
-]
 # Of a result's norm, how far a single run may be off the torch backend: a step of e4m3, should one number be most of it. That
 # backend rounds dA' and act to bf16 before it makes dH and A' of them, the kernels do not, and their sums keep 14 bits: in 2 % of
 # dH's and A''s elements and 0.5 % of H's and act's, the two lie on either side of where e4m3 rounds, nearly always a step apart.
@@ -100,139 +92,98 @@ FP8_DS_NORM = 0.2  # norm of dS over sqrt(P d), below which its errors are not r
 # --- The products of blazeproto.gemm --------------------------------------------------------------------------------------
 
 
-def draw_layer(rng: random.Random, experts: int, top_k: int) -> tuple[Sizes, dict[str, Any]]:
-    """A layer of ``experts`` experts, and the options of `make_case`."""
-    tokens = rng.choice([0, 1, *(rng.randint(2, 64),) * 3, *(rng.randint(65, 700),) * 4, rng.randint(701, 4000)])
-    d, n = (8 * rng.choice([rng.randint(1, 12), rng.randint(8, 48), 8, 16, 32, 64]) for _ in range(2))
-    pairs = tokens * top_k
-    options = {
-        "routing": rng.choice(ROUTINGS),
-        "activation": rng.choice([*ACTIVATIONS, "swiglu", "swiglu", *OTHERS]),
-        "biases": rng.random() < 0.3,
-        "sentinels": rng.choice([0.0, 0.0, 0.0, 0.1, 0.6]),
-        "varying": rng.random() < 0.2,
-        "unit_weights": rng.random() < 0.3,
-        "row_capacity": rng.choice([*[None] * 5, 0, pairs // 8, pairs // 2, max(0, pairs - 1), 2 * pairs]),
-    }
-    if rng.random() < 0.15:
-        n = d  # then Y may lie over act
-    more = random.Random(f"{tokens} {d} {n} {experts} {top_k}")
-    share = 1.0 if options["activation"] in TRANSPOSED else 0.1  # of all others there would be thousands of kernels
-    options["transposed"] = more.random() < 0.5 * share
-    options["rank"] = more.choice([8, 24, 64, 136]) if more.random() < 0.8 * share else 0
-    return Sizes(tokens, d, n, experts, top_k), options
-
-
-def draw_products(seed: int) -> tuple[Sizes, dict[str, Any]]:
-    """The layer of a seed, and the options of `make_case`."""
-    rng = random.Random(seed)
-    experts = rng.choice(
-        [1, 2, rng.randint(3, 16), rng.randint(3, 16), rng.randint(17, 64), rng.choice([96, 128, 512])]
-    )
-    elsewhere = experts <= 16 and rng.random() < 0.2  # most experts are: K may be larger than E
-    top_k = rng.choice([k for k in (1, 1, 2, 2, 3, 4, 5, 6, 8, 10, 16, 20) if elsewhere or k <= experts])
-    return draw_layer(rng, experts, top_k)
-
-
-def kernels_of_shapes(drawn: Iterable[tuple[Sizes, dict[str, Any], tuple[int, int]]]) -> list[Kernel]:
-    """Every kernel that the runs need, so that all cores compile them together before the first run. The last of what is drawn:
-    the ranks of the low-rank terms of the up and the down products."""
+def kernels_of_shapes(layers: Iterable[Layer]) -> list[Kernel]:
+    """Every kernel that the runs need, so that all cores compile them together before the first run."""
     kernels = [*gemm.all_kernels()]
-    for sizes, options, (up_rank, down_rank) in drawn:
-        sizes = sizes._replace(K=0 if options["varying"] else sizes.K)
-        up = Variant(False, options["transposed"], options["biases"], options["activation"], up_rank)
-        for down in (up._replace(rank=down_rank), up._replace(rank=0, fused=True)):
-            for entry in gemm.PRODUCTS.values():
-                kernels += entry.for_layer(sizes, up._replace(fused=down.fused), down)
-    for activation in (*ACTIVATIONS, *OTHERS):  # with every tiles, whatever is drawn
-        for bias in (False, True):
-            variant = Variant(activation=activation, bias=bias)
-            for name, changes in itertools.product(CHOSEN, FORCED):
-                config = replace(PLAIN[name], **changes)
-                kernels += gemm.PRODUCTS[name].launches(Sizes(0, 8, 8, 1, 1), config, variant, Build())
+    for layer in layers:
+        variant = Variant(False, *(layer.inputs[name] for name in ("transposed", "biases", "activation")))
+        up, down = (variant._replace(rank=padded_rank(rank)) for rank in layer.ranks)
+        sizes = layer.sizes._replace(K=0 if layer.inputs["varying"] else layer.sizes.K)
+        for fused, entry in every((False, True), gemm.PRODUCTS.values()):
+            low = down._replace(rank=0, fused=True) if fused else down
+            kernels += entry.for_layer(sizes, up._replace(fused=fused), low)
+    for activation, bias in every((*ACTIVATIONS, *OTHERS), (False, True)):  # with every tiles, whatever is drawn
+        variant = Variant(activation=activation, bias=bias)
+        for name, changes in every(CHOSEN, FORCED):
+            config = replace(PLAIN[name], **changes)
+            kernels += gemm.PRODUCTS[name].launches(Sizes(0, 8, 8, 1, 1), config, variant, Build())
     return kernels
 
 
 def kernels_of_products(seeds: range) -> list[Kernel]:
-    drawn = (draw_products(seed) for seed in seeds)
-    return kernels_of_shapes((sizes, options, (options["rank"], options["rank"])) for sizes, options in drawn)
+    return kernels_of_shapes(map(draw_products, seeds))
+
+
+def off_bounds(
+    part: str,
+    made: Mapping[str, Tensor],
+    yardstick: Mapping[str, Tensor],
+    exact: Mapping[str, Tensor],
+    noise: float,
+    total: Pool,
+) -> list[str]:
+    """Lines that say which bounds of a single run do not hold, and where. Adds the run's errors to ``total``."""
+    pool, lines = Pool(), list[str]()
+    pool.add_all(made, yardstick, exact)
+    total.merge(pool)
+    for failure in pool.failures(SINGLE_RUN_SLACK[part], noise):
+        output = failure.partition(":")[0]
+        want = exact[output]
+        lines += [f"{part}: {failure}", *worst_mismatches(made[output][: len(want)], want)]
+    return lines
 
 
 def check_products(seed: int, totals: dict[str, Pool]) -> list[str]:
     """One run: lines that say what is wrong with it. Adds its errors to ``totals``."""
-    shape, options = draw_products(seed)
+    layer = draw_products(seed)
     force(**FORCED[seed % len(FORCED)])
-    case = make_case(shape, **options, seed=seed)
+    case = make_case(layer.sizes, **layer.inputs, seed=seed, device=DEVICE)
     chained = evaluate(YARDSTICK, case)
     lines: list[str] = []
     # Each product by itself, on the yardstick's operands; then forward and backward as a whole.
-    for name, given in (("products", chained), ("chain", None)):
+    for name, given, noise in (("products", chained, FP32_NOISE), ("chain", None, FP32_NOISE_OF_CHAINS)):
         result, exact = run_kernels(case, given), evaluate(EXACT, case, given)
-        pool = Pool()
-        pool.add_all(result, chained, exact)
         inputs = result if given is None else given
-        again = wrong_in_order(case, inputs, result)
-        again += [] if case.rank else wrong_in_place(case, inputs, result)
-        lines += [f"{name}: {line}" for line in [*stray_writes(case, result), *again]]
-        noise = FP32_NOISE if given else FP32_NOISE_OF_CHAINS
-        for failure in pool.failures(SINGLE_RUN_SLACK[name], noise):
-            output = failure.partition(":")[0]
-            want = exact[output]
-            lines += [f"{name}: {failure}", *worst_mismatches(result[output][: len(want)], want)]
-        totals[name].merge(pool)
+        wrong = stray_writes(case, result) + wrong_in_order(case, inputs, result)
+        wrong += [] if case.rank else wrong_in_place(case, inputs, result)
+        lines += [f"{name}: {line}" for line in wrong]
+        lines += off_bounds(name, result, chained, exact, noise, totals[name])
     return lines
 
 
 # --- The whole of ``moe_mlp`` ------------------------------------------------------------------------------------------------
 
 
-class Training(NamedTuple):
-    """ranks: of the factors beside up_proj and down_proj, 0 for none.  frozen: gradients that aren't asked for."""
-
-    ranks: tuple[int, int]
-    frozen: tuple[str, ...]
-
-
-def draw_experts(seed: int) -> tuple[Sizes, dict[str, Any], dict[str, Any], Training]:
-    """The layer of a seed, the options of `make_case` and of ``moe_mlp``, and what is trained."""
-    rng = random.Random(f"experts {seed}")
-    shape, options = draw_layer(rng, *rng.choice(EXPERTS))
-    options["rank"] = 0  # of products alone
-    ranks = (rng.choice(RANKS), rng.choice(RANKS))
-    up, down = map(padded_rank, ranks)
-    # About what a chunk needs, with float32 sums of a single expert's rows.
-    bytes_per_token = 2 * shape.K * (3 * shape.n + shape.d + 2 * up + 5 * down) + 2 * shape.d
-    chunks = rng.choice([None, 2, 3, 7])
-    workspace_bytes = None if chunks is None or options["varying"] else bytes_per_token * (shape.T // chunks + 1)
-    how = {"save": rng.choice([*SavePolicy]).value, "workspace_bytes": workspace_bytes}
-    drawn = 1.0 if ranks[1] else rng.random()
-    how["combine"] = "fused_both" if drawn < 0.15 else "fused" if drawn < 0.3 else "gather"
-    frozen = tuple(name for name in ("d_up", "d_down", "d_up_bias", "d_down_bias") if rng.random() < 0.3)
-    return shape, options, how, Training(ranks, frozen)
-
-
 def kernels_of_experts(seeds: range) -> list[Kernel]:
     """The products' kernels; compiles the dispatches' kernels, which are Numba's, one after the other."""
-    drawn = [draw_experts(seed) for seed in seeds]
-    for shape, options, _, _ in drawn:
-        tokens, top_k = (shape.T * shape.K, 1) if options["varying"] else (shape.T, shape.K)
-        dispatch.prepare_dispatch(tokens, top_k, shape.E, row_capacity=options["row_capacity"])
-    ranks = ((padded_rank(up), padded_rank(down)) for _, _, _, ((up, down), _) in drawn)
-    return kernels_of_shapes((shape, options, each) for (shape, options, _, _), each in zip(drawn, ranks, strict=True))
+    layers = [draw_experts(seed) for seed in seeds]
+    for sizes, inputs in ((layer.sizes, layer.inputs) for layer in layers):
+        tokens, top_k = (sizes.rows, 1) if inputs["varying"] else (sizes.T, sizes.K)
+        dispatch.prepare_dispatch(tokens, top_k, sizes.E, row_capacity=inputs["row_capacity"])
+    return kernels_of_shapes(layers)
 
 
-def make_factors(case: Case, ranks: tuple[int, int], seed: int) -> dict[str, LowRank]:
-    """By the name of the weight that they are beside; b a is of the size of a weight at 1/√fan-in."""
-    generator, made = torch.Generator(case.x.device).manual_seed(seed), {}
-    for (name, weight), rank in zip({"up": case.up_proj, "down": case.down_proj}.items(), ranks, strict=True):
-        if rank:
-            E, width_out, width_in = weight.shape
-            a, b = (
-                torch.randn(shape, device=weight.device, generator=generator).mul_(shape[2] ** -0.5).bfloat16()
-                for shape in ((E, rank, width_in), (E, width_out, rank))
-            )
-            made[name] = LowRank(a, b)
-    return made
+class AdaptedFormulas(Formulas):
+    """W + b a is not made: rows . a^T is a product by itself, whose rows are stored, and so is rows . b."""
+
+    def __init__(self, arithmetic: "Adapted", case: Case) -> None:
+        super().__init__(arithmetic, case)
+        self.stores_products, beside = arithmetic.stores_products, arithmetic.factors
+        self.beside = {id(getattr(case, f"{name}_proj")): pair for name, pair in beside.items()}
+
+    def low_rows(self, rows: Tensor, factor: Tensor, *, transposed: bool) -> Tensor:
+        return self.stored(super().product(rows, factor, transposed=transposed))
+
+    def product(self, rows: Tensor, weights: Tensor, *, transposed: bool, **others: Any) -> Tensor:
+        if (pair := self.beside.get(id(weights))) is None:
+            made = super().product(rows, weights, transposed=transposed, **others)
+            return self.stored(made) if self.stores_products else made
+        first, second = (pair.b, pair.a) if transposed else pair
+        low = (self.low_rows(rows, first, transposed=transposed), second)
+        if not self.stores_products:
+            return super().product(rows, weights, transposed=transposed, **others | {"low": low})
+        added = super().product(*low, transposed=transposed, bias=others.get("bias"))
+        return self.stored(self.stored(super().product(rows, weights, transposed=transposed)) + added)
 
 
 @dataclass(frozen=True)
@@ -262,131 +213,50 @@ class Adapted(Arithmetic):
         return made
 
 
-class AdaptedFormulas(Formulas):
-    """W + b a is not made: rows . a^T is a product by itself, whose rows are stored, and so is rows . b."""
-
-    def __init__(self, arithmetic: Adapted, case: Case) -> None:
-        super().__init__(arithmetic, case)
-        self.stores_products = arithmetic.stores_products
-        weights = {"up": case.up_proj, "down": case.down_proj}
-        self.beside = {id(weights[name]): pair for name, pair in arithmetic.factors.items()}
-
-    def low_rows(self, rows: Tensor, factor: Tensor, *, transposed: bool) -> Tensor:
-        return self.stored(super().product(rows, factor, transposed=transposed))
-
-    def product(self, rows: Tensor, weights: Tensor, *, transposed: bool, **others: Any) -> Tensor:
-        if (pair := self.beside.get(id(weights))) is None:
-            made = super().product(rows, weights, transposed=transposed, **others)
-            return self.stored(made) if self.stores_products else made
-        first, second = (pair.b, pair.a) if transposed else pair
-        low = (self.low_rows(rows, first, transposed=transposed), second)
-        if not self.stores_products:
-            return super().product(rows, weights, transposed=transposed, **others | {"low": low})
-        added = super().product(*low, transposed=transposed, bias=others.get("bias"))
-        return self.stored(self.stored(super().product(rows, weights, transposed=transposed)) + added)
-
-
-def routing_of(case: Case, row_capacity: int | None) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Scores, expert ids and options of ``moe_mlp`` for the layer of a case."""
-    made = case.dispatch
-    shape = (len(case.x), made.top_k) if made.top_k else (-1,)
-    options = {"pair_tokens": made.pair_tokens, "token_offsets": made.token_offsets, "num_experts": made.num_experts}
-    options |= {"activation": case.activation, "row_capacity": row_capacity}
-    return case.scores.view(shape), made.token_expert_indices.view(shape), options
-
-
 def check_experts(seed: int, totals: dict[str, Pool]) -> list[str]:
     """One run on both backends: lines that say what is wrong with it. Adds its errors to ``totals``."""
-    shape, case_options, options, training = draw_experts(seed)
+    layer, lines = draw_experts(seed), list[str]()
     force(**FORCED[seed % len(FORCED)])
-    lies = case_options["transposed"]  # to ``moe_mlp`` a view, to the formulas nothing
-    case = make_case(shape, **case_options | {"transposed": False}, seed=seed)
-    factors = make_factors(case, training.ranks, seed)
+    case, arrays = make_layer(layer, seed, DEVICE)
+    factors = factors_in(arrays)
     exact = Adapted(**vars(EXACT), factors=factors).evaluate(case)
-    scores, ids, of_routing = routing_of(case, case_options["row_capacity"])
-    up, down = (w.mT.contiguous().mT if lies else w for w in (case.up_proj, case.down_proj))
-    tensors: dict[str, Tensor | None] = {"dx": case.x, "d_up": up, "d_down": down, "d_scores": scores}
-    tensors |= {"d_up_bias": case.up_bias, "d_down_bias": case.down_bias}
-    tensors |= {f"d_{name}_{side}": t for name, pair in factors.items() for side, t in pair._asdict().items()}
-    leaves = {
-        name: t.detach().requires_grad_(name not in training.frozen) for name, t in tensors.items() if t is not None
-    }
-    options |= of_routing | {f"{name}_bias": leaves.get(f"d_{name}_bias") for name in ("up", "down")}
-    options |= {f"{name}_factors": LowRank(leaves[f"d_{name}_a"], leaves[f"d_{name}_b"]) for name in factors}
-    x, up, down, scores = (leaves[name] for name in ("dx", "d_up", "d_down", "d_scores"))
-    trained = {name: t for name, t in leaves.items() if t.requires_grad}
-    lines: list[str] = []
     for backend in BACKENDS:
-        out = moe_mlp(x, up, down, scores, ids, backend=backend, **options)
-        gradients = torch.autograd.grad(out, [*trained.values()], case.d_out)
-        result = {"out": out.detach(), **dict(zip(trained, gradients, strict=True))}
-        result["d_scores"] = result["d_scores"].flatten()
-        if result["d_scores"][case.dispatch.token_index_map < 0].any():
+        made = run_layer(layer, case, arrays, backend=backend)
+        if made["d_scores"][case.dispatch.token_index_map < 0].any():
             lines.append(f"{backend}: d_scores: expected 0 of pairs without a row")
         yardstick = Adapted(**vars(YARDSTICK), factors=factors, stores_products=backend == "torch").evaluate(case)
-        pool = Pool()
-        pool.add_all(result, yardstick, {name: exact[name] for name in result})
-        for failure in pool.failures(SINGLE_RUN_SLACK[backend], FP32_NOISE_OF_CHAINS):
-            output = failure.partition(":")[0]
-            lines += [f"{backend}: {failure}", *worst_mismatches(result[output], exact[output])]
-        totals[backend].merge(pool)
+        wanted = {name: exact[name] for name in made}
+        lines += off_bounds(backend, made, yardstick, wanted, FP32_NOISE_OF_CHAINS, totals[backend])
     return lines
 
 
 # --- ``moe_mlp`` in fp8 ------------------------------------------------------------------------------------------------------
 
 
-def draw_fp8(seed: int) -> tuple[Sizes, dict[str, Any], dict[str, Any]]:
-    """The layer of a seed, the options of `make_case` and of ``moe_mlp``."""
-    rng = random.Random(f"fp8 {seed}")
-    shape, options = draw_layer(rng, *rng.choice(EXPERTS))
-    options |= {
-        "activation": rng.choice(FP8_ACTIVATIONS),
-        "biases": False,
-        "transposed": False,
-        "rank": 0,
-        "unit_weights": False,
-    }
-    how = {"precision": "fp8", "save": rng.choice(["minimal", "recompute"])}
-    return shape._replace(d=16 * rng.randint(1, 40), n=128 * rng.randint(1, 5)), options, how
-
-
 def check_fp8(seed: int, totals: dict[str, Pool]) -> list[str]:
-    """One run: kernels beside the torch backend, and ways that give the same bits. Every other one has weights in float32.
+    """One run: kernels beside the torch backend, and ways that give the same bits.
 
     Adds its errors to ``totals``: beside float64, quantized alike, with the torch backend as the yardstick.
     """
-    shape, case_options, options = draw_fp8(seed)
-    case = make_case(shape, **case_options, seed=seed)
-    scores, ids, of_routing = routing_of(case, case_options["row_capacity"])
-    dtype = (torch.bfloat16, torch.float32)[seed % 2]
-    tensors = {"dx": case.x, "d_up": case.up_proj.to(dtype), "d_down": case.down_proj.to(dtype), "d_scores": scores}
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
-
-    def run(of: Mapping[str, Tensor] = leaves, **way: Any) -> dict[str, Tensor]:
-        given: tuple[Any, ...] = (*of.values(), ids)
-        out = moe_mlp(*given, **options | of_routing | way)
-        gradients = torch.autograd.grad(out, [*of.values()], case.d_out.to(out.dtype))
-        return {"out": out.detach(), **dict(zip(of, gradients, strict=True))}
-
-    made, lines = run(), list[str]()
+    layer, lines = draw_fp8(seed), list[str]()
+    case, arrays = make_layer(layer, seed, DEVICE)
+    made = run_layer(layer, case, arrays)
     ways: dict[str, dict[str, Any]] = {
         "another run": {},
         "keep_transposed=False": {"keep_transposed": False},
-        "quantize_weights": {"quantized": quantize_weights(leaves["d_up"], leaves["d_down"], dtype=case.x.dtype)},
+        "quantize_weights": {"quantized": quantize_weights(arrays["d_up"], arrays["d_down"], dtype=case.x.dtype)},
     }
     for way, how in ways.items():
-        again = run(**how)
+        again = run_layer(layer, case, arrays, **how)
         if others := [name for name in made if not torch.equal(made[name], again[name])]:
             lines.append(f"fp8: {way} gives other bits of {', '.join(others)}")
-    yardstick = run(backend="torch")
-    exact = run({name: t.detach().double().requires_grad_() for name, t in leaves.items()}, backend="torch")
-    for name, results in {name: [each[name] for each in (made, yardstick, exact)] for name in made}.items():
-        of_scores = name == "d_scores"
-        got, near, right = (t.flatten() if of_scores else t for t in results)
-        got = got.double()  # errors are e4m3's, whatever the dtype
+    yardstick = run_layer(layer, case, arrays, backend="torch")
+    wide = {name: array.detach().double().requires_grad_() for name, array in arrays.items()}
+    exact = run_layer(layer, case, wide, backend="torch")
+    for name, right in exact.items():
+        got, near = made[name].double(), yardstick[name]  # errors are e4m3's, whatever the dtype
         off, norm = float((got - near).norm()), float(right.norm())
-        least = FP8_DS_NORM * (scores.numel() * shape.d) ** 0.5 if of_scores else 0.0
+        least = FP8_DS_NORM * (right.numel() * layer.sizes.d) ** 0.5 if name == "d_scores" else 0.0
         if not off <= FP8_OFF * max(norm, least):
             lines.append(f"fp8: {name}: expected at most {FP8_OFF} of {norm:.4g} off the torch backend, got {off:.4g}")
         if norm >= least and (case.activation, name) not in FP8_JUMPS:
@@ -409,14 +279,12 @@ def check_blocks(seed: int, totals: dict[str, Pool]) -> list[str]:
     """One run: lines that say what is wrong with it. Adds its errors to ``totals``."""
     shape, share, k, m = draw_blocks(seed)
     case = make_block_case(np.random.default_rng(seed).random(shape) < share, k, m, seed=seed)
-    made, pool = run_block_kernels(case), Pool()
-    again = run_block_kernels(case)
+    made, again = run_block_kernels(case), run_block_kernels(case)
     lines = [
         f"blocks: {name}: another run gives other bits" for name in made if not torch.equal(made[name], again[name])
     ]
-    pool.add_all(made, *(evaluate_blocks(arithmetic, case) for arithmetic in (YARDSTICK, EXACT)))
-    totals["blocks"].merge(pool)
-    return lines + [f"blocks: {failure}" for failure in pool.failures(SINGLE_RUN_SLACK["products"], FP32_NOISE)]
+    yardstick, exact = (evaluate_blocks(arithmetic, case) for arithmetic in (YARDSTICK, EXACT))
+    return lines + off_bounds("blocks", made, yardstick, exact, FP32_NOISE, totals["blocks"])
 
 
 # --- All parts -------------------------------------------------------------------------------------------------------------
@@ -445,17 +313,28 @@ PARTS = {
 }
 
 
-def watchdog(drawn: str) -> threading.Timer:
-    """Ends the process when a run hangs: a kernel that never returns can't be interrupted otherwise."""
+def give_up(drawn: str) -> None:
+    """Ends the process: a kernel that never returns can't be interrupted otherwise."""
+    print(f"{drawn}: no end after {HANG_SECONDS} s", flush=True)
+    os._exit(1)
 
-    def give_up() -> None:
-        print(f"{drawn}: no end after {HANG_SECONDS} s", flush=True)
-        os._exit(1)
 
-    timer = threading.Timer(HANG_SECONDS, give_up)
+def checked(name: str, seed: int, totals: dict[str, Pool]) -> bool:
+    """Whether a run fails, which is then printed, as one that raises or does not end."""
+    drawn = f"{name}, seed {seed}: {PARTS[name].draw(seed)}"
+    timer = threading.Timer(HANG_SECONDS, give_up, [drawn])
     timer.daemon = True
     timer.start()
-    return timer
+    try:
+        lines = PARTS[name].check(seed, totals)
+    except Exception:
+        print(drawn, flush=True)
+        raise
+    finally:
+        timer.cancel()
+    if lines:
+        print("\n".join([drawn, *lines]), flush=True)
+    return bool(lines)
 
 
 def run(name: str, seeds: range, seconds: float) -> int:
@@ -469,22 +348,8 @@ def run(name: str, seeds: range, seconds: float) -> int:
     for seed in seeds:
         if time.perf_counter() - start > seconds or failures >= MOST_FAILURES:
             break
-        drawn = f"{name}, seed {seed}: {' '.join(map(str, part.draw(seed)))}"
-        timer = watchdog(drawn)
-        try:
-            lines = part.check(seed, totals)
-        except Exception:
-            print(drawn, flush=True)
-            raise
-        finally:
-            timer.cancel()
-        failures += bool(lines)
+        failures += checked(name, seed, totals)
         done += 1
-        if lines:
-            print("\n".join([drawn, *lines]), flush=True)
-        if done % 100 == 0:
-            print(f"{done} runs, {failures} failures, {time.perf_counter() - start:.1f} s", flush=True)
-
     together = [f"all runs, {pool}: {line}" for pool, total in totals.items() for line in total.failures()]
     print("\n".join([*together, f"{name}: {done} runs in {time.perf_counter() - start:.1f} s: {failures} failed"]))
     return failures + len(together)
@@ -492,7 +357,7 @@ def run(name: str, seeds: range, seconds: float) -> int:
 
 def main() -> int:
     parser = argument_parser("scripts.checks.fuzz", __doc__)
-    parser.add_argument("--parts", default=",".join(PARTS), help="some of " + ", ".join(PARTS))
+    parser.add_argument("--parts", type=some_of(PARTS), default=[*PARTS], help="some of " + ", ".join(PARTS))
     parser.add_argument("--runs", type=positive, default=1000, help="of each part")
     parser.add_argument("--seconds", type=float, default=600.0, help="stop a part after this time, compiling excluded")
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
@@ -500,15 +365,12 @@ def main() -> int:
         "--debug", action="append", default=[], metavar="MACRO", help="compile the products with -DMACRO"
     )
     args = parser.parse_args()
-    names = args.parts.split(",")
-    if unknown := set(names) - PARTS.keys():
-        parser.error(f"--parts: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
     need_hopper()
 
     if args.debug:
         product.DEBUG = tuple(args.debug)
     seeds = range(args.seed, args.seed + args.runs)
-    return 1 if sum(run(name, seeds, args.seconds) for name in names) else 0
+    return 1 if sum(run(name, seeds, args.seconds) for name in args.parts) else 0
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ them. With --out, results and the log go there too. Without a Hopper GPU it does
 check.json as they were.
 """
 
-from __future__ import annotations
-
 import glob
 import importlib.util
 import json
@@ -29,12 +27,10 @@ import sysconfig
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from scripts.bench.common import REPOSITORY, RESULTS, folder_of, now, provenance, write_json
-from scripts.command import argument_parser
-
-LAST_LINES = 40  # of a step's output that are printed and kept in check.json
+from scripts.command import argument_parser, some_of
 
 
 @dataclass(frozen=True)
@@ -45,22 +41,7 @@ class Step:
     minutes: float
     full: str = ""
     full_minutes: float = 0.0
-    environment: tuple[tuple[str, str], ...] = ()
-    last_lines: int = LAST_LINES
     gpus: int = 1  # that it sees
-
-
-# Allocations one by one, so that a checker sees the bounds of each tensor.
-_SANITIZER = (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)
-
-
-def _sanitizer(tool: str, minutes: float = 2.5) -> Step:
-    return Step(
-        f"compute-sanitizer --tool {tool} --error-exitcode 99 python -m scripts.checks.sanitize_target",
-        minutes=minutes,
-        environment=_SANITIZER,
-        last_lines=25,
-    )
 
 
 # A kernel that never ends blocks its test inside a CUDA call, where only ending the process helps.
@@ -70,8 +51,9 @@ _WORKERS = min(16, (os.cpu_count() or 4) * 3 // 4)
 _PARALLEL = f" -n {_WORKERS} --dist worksteal" if importlib.util.find_spec("xdist") else ""
 _PYTEST = f"python -m pytest -q --no-header --tb=short --durations=10 --disable-warnings -p no:cacheprovider{_TIMEOUT}{_PARALLEL}"
 
+LAST_LINES = 60  # of a step's output that are printed and kept in check.json
 STEPS = {
-    "kernels": Step("python -m blazeproto kernels", 2, last_lines=3),  # into the cache, before many processes want them
+    "kernels": Step("python -m blazeproto kernels", 2),  # into the cache, before many processes want them
     "tests": Step(f"{_PYTEST} -x -m 'gpu and not full'", 9, f"{_PYTEST} -m gpu", 9),
     "tests_on_two": Step(f"{_PYTEST}{_PARALLEL and ' -n 16'} -m gpu", 9, gpus=2),
     "batch": Step(
@@ -79,23 +61,13 @@ STEPS = {
         6,
     ),
     "layer": Step(
-        "python -m scripts.bench.layer --quick",
-        3,
-        "python -m scripts.bench.layer --resume --time-budget 255",
-        4.6,
-        last_lines=60,
+        "python -m scripts.bench.layer --quick", 3, "python -m scripts.bench.layer --resume --time-budget 255", 4.6
     ),
     "module": Step(
-        "python -m scripts.bench.module --quick",
-        4,
-        "python -m scripts.bench.module --resume --time-budget 480",
-        9.5,
-        last_lines=60,
+        "python -m scripts.bench.module --quick", 4, "python -m scripts.bench.module --resume --time-budget 480", 9.5
     ),
     "router": Step("python -m scripts.bench.router --quick", 2, "python -m scripts.bench.router", 3),
-    "blocksparse": Step(
-        "python -m scripts.bench.blocksparse --quick", 3, "python -m scripts.bench.blocksparse", 6, last_lines=60
-    ),
+    "blocksparse": Step("python -m scripts.bench.blocksparse --quick", 3, "python -m scripts.bench.blocksparse", 6),
     "attention_tiles": Step(
         "python -m scripts.bench.attention_tiles --quick", 2, "python -m scripts.bench.attention_tiles", 3
     ),
@@ -115,33 +87,32 @@ STEPS = {
     ),
     "lora": Step("python -m scripts.bench.lora --quick", 3, "python -m scripts.bench.lora", 4),
     "products": Step(
-        "python -m scripts.bench.products --quick",
-        2,
-        "python -m scripts.bench.products --time-budget 75",
-        1.8,
-        last_lines=60,
+        "python -m scripts.bench.products --quick", 2, "python -m scripts.bench.products --time-budget 75", 1.8
     ),
-    "tune": Step("python -m scripts.bench.products --tune --time-budget 330", 6.5, last_lines=60),
+    "tune": Step("python -m scripts.bench.products --tune --time-budget 330", 6.5),
     "dispatch": Step("python -m scripts.bench.dispatch", 4),
-    "rounding": Step(
-        "python -m scripts.bench.rounding --quick", 4, "python -m scripts.bench.rounding", 8, last_lines=60
-    ),
+    "rounding": Step("python -m scripts.bench.rounding --quick", 4, "python -m scripts.bench.rounding", 8),
     "few_tokens": Step("python -m scripts.bench.few_tokens --quick", 1, "python -m scripts.bench.few_tokens", 1),
-    "paper": Step("python -m scripts.bench.paper all --time-budget 480", 9.5, last_lines=60),
-    "models": Step("python -m scripts.bench.models all --time-budget 480", 9.5, last_lines=60),
+    "paper": Step("python -m scripts.bench.paper all --time-budget 480", 9.5),
+    "models": Step("python -m scripts.bench.models all --time-budget 480", 9.5),
     "runs": Step("python -m scripts.lm.compare_runs all --time-budget 480", 9.5),
     "notebooks": Step("python -m scripts.checks.notebooks", 3),
-    "integrations": Step("python -m scripts.bench.integrations", 5, last_lines=60),
+    "integrations": Step("python -m scripts.bench.integrations", 5),
     "train": Step("python -m scripts.train_lm", 8),
     "curves": Step("python -m scripts.lm.compare_backends --train", 4),
     "fuzz": Step("python -m scripts.checks.fuzz --runs 1000 --seconds 40", 8),
-    "memcheck": _sanitizer("memcheck", minutes=8),
-    "synccheck": _sanitizer("synccheck"),
-    "racecheck": _sanitizer("racecheck", minutes=8),
-    "initcheck": _sanitizer("initcheck"),
 }
-GROUPS = {"sanitizer": ("memcheck", "synccheck", "racecheck", "initcheck")}
+SANITIZERS = {"memcheck": 8, "synccheck": 2.5, "racecheck": 8, "initcheck": 2.5}  # minutes
+STEPS |= {
+    tool: Step(f"compute-sanitizer --tool {tool} --error-exitcode 99 python -m scripts.checks.sanitize_target", minutes)
+    for tool, minutes in SANITIZERS.items()
+}
+GROUPS = {"sanitizer": [*SANITIZERS]}
 DEFAULT_STEPS = "kernels,tests,module,router,layer,products,dispatch,fuzz"
+
+
+FINDINGS = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
+TESTS = re.compile(r"\d+ (passed|failed|skipped).* in [\d.]+s")
 
 
 def sanitizer_path() -> str:
@@ -160,58 +131,53 @@ def visible_gpus() -> list[str]:
     return [str(index) for index, _ in enumerate(filter(None, listed.splitlines()))]
 
 
+def ended(command: str, gpus: list[str], limit: float, sink: IO[bytes]) -> str:
+    """The outcome of a command in a process group of its own, which sees these GPUs and is killed after ``limit`` seconds."""
+    programs = {"python": sys.executable, "compute-sanitizer": sanitizer_path()}
+    words = [programs.get(word, word) for word in shlex.split(command)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONUNBUFFERED": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+    if "compute-sanitizer" in words[0]:  # allocations one by one, so that it sees the bounds of each tensor
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    output: dict[str, Any] = {"stdout": sink, "stderr": subprocess.STDOUT, "start_new_session": True}
+    try:
+        process = subprocess.Popen(words, cwd=REPOSITORY, env=environment, **output)
+        code = process.wait(timeout=limit)
+        return "ok" if code == 0 else f"failed: exit code {code}"
+    except OSError as error:
+        return f"failed: not started: {error}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return f"failed: killed after {limit:.0f} s"
+
+
 def run(name: str, full: bool, seconds_left: float, log: Path) -> dict[str, Any]:
-    """Run a step in a process group of its own, on as many GPUs as it needs, for no longer than its limit or what is left."""
+    """The record of a step, run on as many GPUs as it needs, for no longer than its limit or what is left."""
     step, gpus = STEPS[name], visible_gpus()
     if len(gpus) < step.gpus:
         return {"outcome": f"skipped: needs {step.gpus} GPUs, there are {len(gpus)}"}
-    command = step.full if full and step.full else step.command
-    limit = 60 * (step.full_minutes if full and step.full else step.minutes)
-    limit = min(limit, seconds_left)
+    command, minutes = (step.full, step.full_minutes) if full and step.full else (step.command, step.minutes)
+    limit, begin = min(60 * minutes, seconds_left), time.monotonic()
     print(f"--- {name}: {command} (at most {limit:.0f} s)", flush=True)
-    words = shlex.split(command)
-    programs = {"python": sys.executable, "compute-sanitizer": sanitizer_path()}
-    words = [programs.get(word, word) for word in words]
-    begin = time.monotonic()
-    seen = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[: step.gpus])}
-    environment = os.environ | dict(step.environment) | seen | {"PYTHONUNBUFFERED": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with log.open("ab") as sink:
+    with log.open("a+b") as sink:
         sink.write(f"\n--- {name}: {command}\n".encode())
         sink.flush()
         start = sink.tell()
-        try:
-            process = subprocess.Popen(
-                words, cwd=REPOSITORY, env=environment, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        except OSError as error:
-            return {"command": command, "outcome": f"failed: not started: {error}", "seconds": 0.0, "last_lines": []}
-        try:
-            code = process.wait(timeout=limit)
-            outcome = "ok" if code == 0 else f"failed: exit code {code}"
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            outcome = f"failed: killed after {limit:.0f} s"
-    with log.open("rb") as source:
-        source.seek(start)
-        text = source.read().decode(errors="replace").replace(f"{REPOSITORY}/", "")
+        outcome = ended(command, gpus[: step.gpus], limit, sink)
+        sink.seek(start)
+        text = sink.read().decode(errors="replace").replace(f"{REPOSITORY}/", "")
     lines = text.replace(f"{sysconfig.get_path('purelib')}/", "").splitlines()
-    last = [line[:1000] for line in lines[-step.last_lines :]]
+    last = [line[:1000] for line in lines[-LAST_LINES:]]
     print("\n".join(last), flush=True)
-    record: dict[str, Any] = {
-        "command": command,
-        "outcome": outcome,
-        "seconds": round(time.monotonic() - begin, 1),
-        "last_lines": last,
-    }
+    record = {"command": command, "outcome": outcome, "seconds": round(time.monotonic() - begin, 1), "last_lines": last}
     for line in lines:
-        if found := re.search(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", line):
-            record["findings"] = int(found[1] or found[2])
-        if re.search(r"\d+ (passed|failed|skipped).* in [\d.]+s", line):
+        if found := FINDINGS.search(line):
+            record["findings"] = int(found[1])
+        if TESTS.search(line):
             record["tests"] = line.strip("= ")
-        if line.startswith("FAILS "):  # a bound of a benchmark
-            record.setdefault("bounds_that_fail", []).append(line.removeprefix("FAILS ").strip())
+    if failing := [line.removeprefix("FAILS ").strip() for line in lines if line.startswith("FAILS ")]:
+        record["bounds_that_fail"] = failing  # of a benchmark
     print(f"--- {name}: {outcome}, {record['seconds']} s", flush=True)
     return record
 
@@ -224,15 +190,13 @@ def has_no_gpu() -> int:
 
 def main() -> None:
     parser = argument_parser("scripts.checks.gpu_check", __doc__)
-    parser.add_argument("--steps", default=DEFAULT_STEPS, help=f"of {', '.join([*STEPS, *GROUPS])}")
+    known = [*STEPS, *GROUPS]
+    parser.add_argument("--steps", type=some_of(known), default=DEFAULT_STEPS, help=f"of {', '.join(known)}")
     parser.add_argument("--full", action="store_true", help="long forms, which write the results that are committed")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="for all steps together")
     parser.add_argument("--out", type=Path, default=None, help="copy the results and the log here")
     options = parser.parse_args()
-    names = [step for name in options.steps.split(",") for step in GROUPS.get(name, (name,))]
-    if unknown := set(names) - STEPS.keys():
-        parser.error(f"--steps: expected some of {', '.join([*STEPS, *GROUPS])}, got {', '.join(sorted(unknown))}")
-
+    names = [step for name in options.steps for step in GROUPS.get(name, (name,))]
     if code := has_no_gpu():
         sys.exit(code)
     end = time.monotonic() + 60 * options.minutes
@@ -242,13 +206,12 @@ def main() -> None:
     results.mkdir(parents=True, exist_ok=True)
     log = (options.out or results) / f"check-{names[0]}.log"  # another run, on another GPU, has its own
     log.parent.mkdir(parents=True, exist_ok=True)
-    log.unlink(missing_ok=True)
+    log.write_bytes(b"")
     made: dict[str, dict[str, Any]] = {}
     for name in names:
         left = end - time.monotonic()
-        if left < 10:
-            made[name] = {"outcome": "skipped: no time left"}
-        else:
+        made[name] = {"outcome": "skipped: no time left"}
+        if left >= 10:
             made[name] = run(name, options.full, left, log) | where | {"measured": now()}
         kept = results / "check.json"
         # Read anew: another run, on another GPU, may have written to it.

@@ -11,14 +11,13 @@ tables: they fail for every change of a kernel, a right one too. 40 faults were 
 ``named`` are written by hand: some version of the tests did not notice them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -82,51 +81,35 @@ def read(path: Path = LIST) -> list[Mutant]:
     ]
 
 
-def noticed(mutant: Mutant, folder: Path, jobs: int) -> str:
-    """The first test that fails with the fault in the checkout there, else how the run ended; "" where all pass.
-
-    RuntimeError where that test fails without the fault too."""
-    tests = [each for each in mutant.tests or TESTS[mutant.kind] if (folder / each.split("::")[0]).exists()]
+def failing(tests: Iterable[str], folder: Path, jobs: int) -> str:
+    """The first of the tests that fails in the checkout there, else how the run ended; "" where all pass."""
     command = [
         sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "--no-header",
-        "--tb=line",
-        "-p",
-        "no:cacheprovider",
-        "-n",
+        *["-m", "pytest", "-q", "-x", "--no-header", "--tb=line", "-p", "no:cacheprovider", "-n"],
         str(jobs),
+        *tests,
     ]
+    options: dict[str, Any] = {"cwd": folder, "capture_output": True, "text": True, "timeout": SECONDS}
     environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    whole = [] if "table" in mutant.file else ["-k", NOT_IDENTITIES]
+    try:
+        done = subprocess.run(command, env=environment, check=False, **options)
+    except subprocess.TimeoutExpired:
+        return f"no end in {SECONDS} s"
+    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    return "" if done.returncode == 0 else found[1] if found else f"exit code {done.returncode}"
 
-    def failed(*which: str) -> str:
-        try:
-            done = subprocess.run(
-                [*command, *which],
-                cwd=folder,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return f"no end in {SECONDS} s"
-        found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
-        return "" if done.returncode == 0 else found[1] if found else f"exit code {done.returncode}"
 
+def noticed(mutant: Mutant, folder: Path, jobs: int) -> str:
+    """`failing` with the fault in the checkout there. RuntimeError where that test fails without the fault too."""
+    tests = [each for each in mutant.tests or TESTS[mutant.kind] if (folder / each.split("::")[0]).exists()]
     path = folder / mutant.file
     before = path.read_text()
     path.write_text(mutant.applied(before))
     try:
-        by = failed(*whole, *tests)
+        by = failing([*tests, *([] if "table" in mutant.file else ["-k", NOT_IDENTITIES])], folder, jobs)
     finally:
         path.write_text(before)
-    if "::" in by and failed(by):
+    if "::" in by and failing([by], folder, jobs):
         raise RuntimeError(f"{by}: expected a test that passes without the fault of {mutant.at}, got one that fails")
     return by
 
@@ -137,20 +120,9 @@ def place_of(mutant: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def copied(folder: Path) -> None:
-    """The tracked files, as they are here."""
-    names = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, check=True).stdout
-    pack = subprocess.run(
-        ["tar", "c", "--null", "-T", "-"], cwd=REPOSITORY, input=names, capture_output=True, check=True
-    ).stdout
-    subprocess.run(["tar", "x"], cwd=folder, input=pack, check=True)
-    subprocess.run("git init -q && git add -A", shell=True, cwd=folder, check=True)  # some tests ask git
-
-
-def row_of(mutant: Mutant, folder: Path, jobs: int) -> dict[str, Any]:
-    """The tests' verdict on a fault. A fault that changes nothing is not run, and has no time."""
-    if mutant.same:
-        return {"mutant": mutant._asdict(), "noticed_by": ""}
-    return {"mutant": mutant._asdict(), "noticed_by": noticed(mutant, folder, jobs), "measured": now()}
+    """The tracked files, as they are here; some tests ask git for them."""
+    copy = 'git ls-files -z | tar c --null -T - | tar x -C "$0" && cd "$0" && git init -q && git add -A'
+    subprocess.run(["bash", "-o", "pipefail", "-c", copy, str(folder)], cwd=REPOSITORY, check=True)
 
 
 def main() -> None:
@@ -165,16 +137,17 @@ def main() -> None:
     if not mutants:
         refuse(f"--at: expected FILE:LINE of a fault of {LIST.name}, got {options.at}")
     known = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
-    rows = {place_of(row["mutant"]): row for row in known}
+    rows: dict[Any, dict[str, Any]] = {place_of(row["mutant"]): row for row in known}
     with TemporaryDirectory() as place:
-        folder = Path(place)
-        copied(folder)
+        copied(Path(place))
         for mutant in mutants:
-            last = rows.get(place_of(mutant._asdict()))
-            if options.alive and last and last["noticed_by"]:
+            key = place_of(mutant._asdict())
+            if options.alive and rows.get(key, {}).get("noticed_by"):
                 continue
-            row = rows[place_of(mutant._asdict())] = row_of(mutant, folder, options.jobs)
-            by = row["noticed_by"] or ("the same" if mutant.same else "NOT NOTICED")
+            rows[key] = {"mutant": mutant._asdict(), "noticed_by": ""}
+            if not mutant.same:  # else it changes nothing, is not run, and has no time
+                rows[key] |= {"noticed_by": noticed(mutant, Path(place), options.jobs), "measured": now()}
+            by = rows[key]["noticed_by"] or ("the same" if mutant.same else "NOT NOTICED")
             print(f"{by}  {mutant.at}  {mutant.new.strip()}", flush=True)
             write_json(options.out, {"seed": json.loads(LIST.read_text())["seed"], "rows": [*rows.values()]})
     alive = [row for row in rows.values() if not row["noticed_by"]]

@@ -1,14 +1,11 @@
 """Run the tutorial's notebooks from top to bottom, each in a process of its own, and store what they print.
 
-    python -m scripts.checks.notebooks          # all of docs/tutorial
-    python -m scripts.checks.notebooks 1 3      # those whose names begin so
+    python -m scripts.checks.notebooks
 
 Without a Hopper GPU the outputs are written into the notebooks. On one the notebooks stay as they are, and what their cells
 for a GPU print (tag "gpu") goes to results/h200/tutorial.json, by the cells' ids, dated; a notebook shows it without
 a GPU. A cell that fails ends the run, and nothing of its notebook is written. Needs nbclient, nbformat and ipykernel.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -18,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.common import REPOSITORY, RESULTS, provenance, write_json
-from scripts.command import argument_parser, has_hopper, refuse
+from scripts.command import argument_parser, has_hopper
 
 TUTORIAL = REPOSITORY / "docs" / "tutorial"
 STORED = "tutorial.json"
@@ -40,42 +37,19 @@ def run(path: Path) -> Any:
 
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
-
-        class ThisPython(AsyncKernelManager):
-            """Starts this interpreter, whatever kernels are installed, and talks to it by sockets in the folder."""
-
-            def __init__(self, **traits: Any) -> None:
-                super().__init__(**traits, transport="ipc", connection_file=f"{folder}/kernel.json")
-
-            @property
-            def kernel_spec(self) -> KernelSpec:
-                argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-                return KernelSpec(argv=argv, display_name="Python 3", language="python")
-
+        manager = AsyncKernelManager(transport="ipc", connection_file=f"{folder}/kernel.json")
+        # This interpreter, whatever kernels are installed.
+        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        manager._kernel_spec = KernelSpec(argv=argv, display_name="Python 3", language="python")
         paths = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "IPYTHONDIR": folder}
         environment.pop("NUMBA_ENABLE_CUDASIM", None)  # a notebook that needs it sets it
-        resources = {"metadata": {"path": str(path.parent)}}
-        client = NotebookClient(
-            notebook,
-            kernel_manager_class=ThisPython,
-            timeout=SECONDS,
-            resources=resources,
-            coalesce_streams=True,
-            record_timing=False,
-        )
-        client.execute(env=environment)
-    return stripped(notebook)
-
-
-def stripped(notebook: Any) -> Any:
-    """Without what differs from run to run: execution counts."""
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.execution_count = None
-            for output in cell.outputs:
-                if "execution_count" in output:
-                    output.execution_count = None
+        options: dict[str, Any] = {"timeout": SECONDS, "coalesce_streams": True, "record_timing": False}
+        options |= {"resources": {"metadata": {"path": str(path.parent)}}}
+        NotebookClient(notebook, km=manager, **options).execute(env=environment)
+    for part in [*notebook.cells, *(output for cell in notebook.cells for output in cell.get("outputs", []))]:
+        if "execution_count" in part:  # which differs from run to run
+            part.execution_count = None
     return notebook
 
 
@@ -92,17 +66,12 @@ def printed_on_the_gpu(notebook: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argument_parser("scripts.checks.notebooks", __doc__)
-    parser.add_argument("which", nargs="*", metavar="NOTEBOOK", help="how its name begins; default: all")
-    wanted = tuple(parser.parse_args().which)
-    chosen = [path for path in notebooks() if not wanted or path.name.startswith(wanted)]
-    if not chosen:
-        refuse(f"no notebook of {', '.join(path.name for path in notebooks())} begins with {' or '.join(wanted)}")
+    argument_parser("scripts.checks.notebooks", __doc__).parse_args()
     import nbformat
 
     stored = RESULTS / STORED
     cells: dict[str, Any] = json.loads(stored.read_text())["cells"] if stored.exists() else {}
-    for path in chosen:
+    for path in notebooks():
         notebook = run(path)
         print(f"ran {path.name}")
         if has_hopper():

@@ -15,8 +15,6 @@ Files of `OTHERS` do not count: they serve other layers, and a bf16 layer passes
 comments and docstrings.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

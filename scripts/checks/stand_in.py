@@ -7,15 +7,12 @@
 Outputs of kernels are zeros.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import MagicMock, patch
 
 import torch
@@ -56,23 +53,12 @@ class Seen:
         self.frames[name].append(mine[::-1])
 
 
-def _cupy() -> Any:
-    made = MagicMock()
-    made.cuda.Device.return_value.compute_capability = "90"
-    made.cuda.runtime = MagicMock(
-        **{
-            "deviceGetAttribute.return_value": MULTIPROCESSORS,
-            "malloc.return_value": 1 << 40,
-            "streamIsCapturing.return_value": False,
-        }
-    )
-    return made
-
-
 @contextmanager
 def launches() -> Iterator[Seen]:
     """Inside, layers with ``backend="hopper"`` run on CPU tensors, and a launch is only noted."""
-    seen, cupy = Seen(), _cupy()
+    runtime = {"deviceGetAttribute": MULTIPROCESSORS, "malloc": 1 << 40, "streamIsCapturing": False}
+    answers = {f"cuda.runtime.{name}.return_value": answer for name, answer in runtime.items()}
+    seen, cupy = Seen(), MagicMock(**{"cuda.Device.return_value.compute_capability": "90", **answers})
     with ExitStack() as stack:
         for function, instead in (
             (backends.missing_for_kernels, lambda *_, **__: None),

@@ -13,16 +13,14 @@ A sentence begins with its subject, names what it speaks of, and says who acts. 
 Code, quotations of code, tables' headers, generated parts of pages and the pages of PAST are not looked at.
 """
 
-from __future__ import annotations
-
 import ast
+import itertools
 import json
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from scripts.command import argument_parser
 
@@ -44,38 +42,27 @@ MARKS = re.compile(r"^\s*(?:[-*>]|\d+\.)\s+|\*+")
 ENDS = re.compile(r"(?<=[.!?:;])\s+(?=[A-Z])")
 
 
-class Offence(NamedTuple):
-    """A sentence, its place, and the rule that it breaks."""
-
-    file: str
-    line: int
-    rule: str
-    sentence: str
+Offence = tuple[str, int, str, str]  # the file, the line, the rule that a sentence breaks, and the sentence
 
 
 def sentences(prose: str) -> Iterator[tuple[int, str]]:
     """Each sentence of a page or docstring with the number of its paragraph's first line, from 0; code is left out."""
-    blank = [lambda match: re.sub(r"[^\n]", " ", match[0])] * 2
-    for pattern, by in zip((GENERATED, CODE), blank, strict=True):
-        prose = pattern.sub(by, prose)
+    for pattern in (GENERATED, CODE):
+        prose = pattern.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), prose)
     prose = LINK.sub(r"\1", SPAN.sub("CODE", prose))
-    line = 0
     for part in PARAGRAPHS.split(prose):
-        found = prose.index(part) if part else 0
-        line = prose[:found].count("\n") if part else line
-        if not part.lstrip().startswith(("#", "|--", "| --")):
-            cells = part.strip().strip("|").split(" | ") if part.lstrip().startswith("|") else [part]
-            for cell in cells:
-                for sentence in ENDS.split(MARKS.sub("", " ".join(cell.split()))):
-                    yield line, sentence
+        line = prose[: prose.index(part)].count("\n")
+        row = part.strip()
+        if row and not row.startswith(("#", "|--", "| --")):
+            for cell in row.strip("|").split(" | ") if row.startswith("|") else [row]:
+                yield from ((line, words) for words in ENDS.split(MARKS.sub("", " ".join(cell.split()))))
 
 
 def offences_in(prose: str, file: str, first: int = 1) -> Iterator[Offence]:
     """The broken rules of some prose, whose first line is line `first` of the file."""
-    for line, sentence in sentences(prose):
-        for rule, pattern in RULES.items():
-            if re.search(pattern, sentence):
-                yield Offence(file, first + line, rule, sentence)
+    for (line, sentence), (rule, pattern) in itertools.product(sentences(prose), RULES.items()):
+        if re.search(pattern, sentence):
+            yield file, first + line, rule, sentence
 
 
 def words_of_source(source: str) -> Iterator[tuple[int, str]]:
@@ -86,39 +73,28 @@ def words_of_source(source: str) -> Iterator[tuple[int, str]]:
                 yield node.body[0].lineno, doc
         elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             for argument in node.exc.args:
-                yield node.lineno, text_of(argument)
-
-
-def text_of(expression: ast.expr) -> str:
-    """A string's text, and an f-string's with CODE for each value."""
-    if isinstance(expression, ast.JoinedStr):
-        return "".join(str(part.value) if isinstance(part, ast.Constant) else "CODE" for part in expression.values)
-    return expression.value if isinstance(expression, ast.Constant) and isinstance(expression.value, str) else ""
+                parts = argument.values if isinstance(argument, ast.JoinedStr) else [argument]
+                yield node.lineno, "".join(str(p.value) if isinstance(p, ast.Constant) else "CODE" for p in parts)
 
 
 def offences(path: Path) -> Iterator[Offence]:
     """All of a page, a notebook or a Python source."""
-    file = path.relative_to(ROOT).as_posix()
+    text, parts = path.read_text(), [(1, path.read_text())]
     if path.suffix == ".py":
-        for line, words in words_of_source(path.read_text()):
-            yield from offences_in(words, file, line)
+        parts = [*words_of_source(text)]
     elif path.suffix == ".ipynb":
-        for cell in json.loads(path.read_text())["cells"]:
-            if cell["cell_type"] == "markdown":
-                yield from offences_in("".join(cell["source"]), file)
-    else:
-        yield from offences_in(path.read_text(), file)
+        parts = [(1, "".join(cell["source"])) for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
+    for line, prose in parts:
+        yield from offences_in(prose, path.relative_to(ROOT).as_posix(), line)
 
 
 def all_files() -> list[Path]:
     """README, pages, notebooks and the packages' sources."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.ipynb")]
     pages += [ROOT / "ptxsim/README.md", ROOT / "results/README.md"]
-    sources = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-    skipped = {ROOT / page for page in PAST}
-    return sorted(
-        path for path in {*pages, *sources} - skipped if not {"tests", "build"} & {*path.relative_to(ROOT).parts}
-    )
+    pages += [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    found = {*pages} - {ROOT / page for page in PAST}
+    return sorted(path for path in found if not {"tests", "build"} & {*path.relative_to(ROOT).parts})
 
 
 def main() -> None:
@@ -129,7 +105,7 @@ def main() -> None:
     found = [offence for path in files for offence in offences(path)]
     for file, line, rule, sentence in found:
         print(f"{file}:{line}: {rule}: {sentence[:160]}")
-    counts = Counter(offence.rule for offence in found)
+    counts = Counter(rule for _, _, rule, _ in found)
     print(f"{len(found)} sentences: {', '.join(f'{rule} {counts[rule]}' for rule in RULES)}")
     sys.exit(bool(found))
 

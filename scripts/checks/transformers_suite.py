@@ -17,66 +17,56 @@ code is 1 if one failed, or `moe_mlp` was called in none.
 Needs what the tests import: pytest, parameterized, datasets, httpx.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.metadata
+import itertools
 import os
 import re
 import subprocess
 import sys
-import types
 import unittest
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 from scripts.bench.common import REPOSITORY
 from scripts.command import argument_parser, refuse
 
 TAKEN = "batched_mm"  # ours falls back to grouped_mm, whose place it can't take
 SENTINELS = Path("tests/kernels/test_moe_experts_forward.py")
+INIT = Path("src/transformers/__init__.py")
 COMMON = Path("tests/test_modeling_common.py")
 EAGER_MATCHES = "test_eager_matches_batched_and_grouped_inference"
 STAND_IN_GATE = "test_utils._build_experts.<locals>.apply_gate"  # SwiGLU, of the sentinel tests' stand-in for a module
 MARK = "| "  # begins a line that is kept
+MIXINS = {"exporters.test_export": "ExportTesterMixin", "generation.test_utils": "GenerationTesterMixin"}
 DTYPES = ("fp32", "fp16", "bf16")
 
-calls: Counter[str] = Counter()  # since the test began
+experts, moe_mlp = Mock(), Mock()  # ours, whose calls are counted since the test began
 
 # --- As a plugin of pytest -----------------------------------------------------------------------------------------------
 
 
-def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **options: Any) -> Any:
-        calls[name] += 1
-        return function(*args, **options)
-
-    return call
-
-
-def install() -> None:
+def pytest_configure() -> None:
     """Ours in the place of `TAKEN`, before a test imports it by name."""
     from transformers.integrations import moe
 
     from blazeproto.integrations import gates
     from blazeproto.integrations import transformers as ours
 
-    ours.moe_mlp = _counted("moe_mlp", ours.moe_mlp)
+    experts.side_effect, moe_mlp.side_effect, ours.moe_mlp = ours.experts_forward, ours.moe_mlp, moe_mlp
     gates.GATES[STAND_IN_GATE] = gates.GATES[gates.DEFAULT_GATE]
-    replacement = _counted("experts", ours.experts_forward)
-    setattr(moe, f"{TAKEN}_experts_forward", replacement)
-    moe.ALL_EXPERTS_FUNCTIONS.register(TAKEN, replacement)
-
-
-def pytest_configure() -> None:
-    install()
+    setattr(moe, f"{TAKEN}_experts_forward", experts)
+    moe.ALL_EXPERTS_FUNCTIONS.register(TAKEN, experts)
 
 
 def pytest_runtest_setup() -> None:
-    calls.clear()
+    experts.reset_mock()
+    moe_mlp.reset_mock()
 
 
 def pytest_runtest_logreport(report: Any) -> None:
@@ -87,67 +77,56 @@ def pytest_runtest_logreport(report: Any) -> None:
 
 
 def line(test: str, outcome: str, reason: str = "") -> str:
-    outcome = "theirs" if outcome == "failed" and not calls["experts"] else outcome
-    ran = f"experts {calls['experts']}, moe_mlp {calls['moe_mlp']}"
+    outcome = "theirs" if outcome == "failed" and not experts.called else outcome
+    ran = f"experts {experts.call_count}, moe_mlp {moe_mlp.call_count}"
     return f"{MARK}{outcome:8s} {test}  {ran}  {' '.join(reason.split())[:200]}".rstrip()
 
 
 # --- The function on tiny models -----------------------------------------------------------------------------------------
 
 
-class Case(unittest.TestCase):
-    """The attributes that the function asks of a model's test class."""
+def test_of(config: Any) -> unittest.TestCase:
+    """A test with the attributes that the function asks of a model's test class."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    def __init__(self, model_class: type, config: Any) -> None:
-        super().__init__()
-        self.all_model_classes, self.model_tester, self.config = (model_class,), self, config
+    from tests.integrations.families import tokens
 
-    def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, Any]]:
-        from tests.integrations.families import tokens
-
-        return self.config, {"input_ids": tokens()}
-
-    def _prepare_for_class(self, inputs: dict[str, Any], model_class: type) -> dict[str, Any]:
-        return inputs
+    case, classes = unittest.TestCase(), (MODEL_FOR_CAUSAL_LM_MAPPING[type(config)],)
+    tester = SimpleNamespace(prepare_config_and_inputs_for_common=lambda: (config, {"input_ids": tokens()}))
+    vars(case).update(all_model_classes=classes, model_tester=tester, _prepare_for_class=lambda inputs, _: inputs)
+    return case
 
 
 def module_of_common(folder: Path) -> Any:
     """Their tests/test_modeling_common.py, under another name than our tests have. Its imports for other tests that a
     source distribution lacks are empty classes."""
-    package = types.ModuleType("theirs")
+    sys.modules["theirs"] = package = ModuleType("theirs")
     package.__path__ = [str(folder / "tests")]
-    sys.modules["theirs"] = package
-    for name, kind in (
-        ("exporters.test_export", "ExportTesterMixin"),
-        ("generation.test_utils", "GenerationTesterMixin"),
-    ):
+    for name, kind in MIXINS.items():
         if not (folder / "tests" / f"{name.replace('.', '/')}.py").exists():
-            sys.modules[f"theirs.{name}"] = stub = types.ModuleType(f"theirs.{name}")
+            sys.modules[f"theirs.{name}"] = stub = ModuleType(f"theirs.{name}")
             setattr(stub, kind, type(kind, (), {}))
     return importlib.import_module("theirs.test_modeling_common")
 
 
 def run_function(folder: Path) -> Iterator[str]:
     """The lines of the part "function"."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.utils import logging
 
     from tests.integrations import families
 
     logging.set_verbosity_error()
     function = getattr(module_of_common(folder), f"_{EAGER_MATCHES}")
-    for family in families.causal_families():
-        config = families.configuration(family)
-        for dtype in DTYPES:
-            calls.clear()
-            outcome, reason = "passed", ""
-            try:
-                function(Case(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config), dtype, dtype)
-            except unittest.SkipTest as skipped:
-                outcome, reason = "skipped", str(skipped)
-            except Exception as error:  # noqa: BLE001  any failure is a line, and the others go on
-                outcome, reason = "failed", f"{type(error).__name__}: {error}"
-            yield line(f"{family}, {dtype}", outcome, reason)
+    for family, dtype in itertools.product(families.causal_families(), DTYPES):
+        config, outcome, reason = families.configuration(family), "passed", ""
+        pytest_runtest_setup()
+        try:
+            function(test_of(config), dtype, dtype)
+        except unittest.SkipTest as skipped:
+            outcome, reason = "skipped", str(skipped)
+        except Exception as error:  # noqa: BLE001  any failure is a line, and the others go on
+            outcome, reason = "failed", f"{type(error).__name__}: {error}"
+        yield line(f"{family}, {dtype}", outcome, reason)
 
 
 # --- The command ---------------------------------------------------------------------------------------------------------
@@ -165,14 +144,14 @@ def parts(folder: Path) -> dict[str, list[str]]:
     """The command of each part that the folder has."""
     pytest = [sys.executable, "-m", "pytest", "-q", "-s", "-W", "ignore", "-p", "no:cacheprovider"]
     pytest += ["-p", "scripts.checks.transformers_suite", "-o", "log_cli=false", "-o", "addopts="]
-    found = {}
-    if (folder / SENTINELS).exists():
-        found["sentinels"] = [*pytest, str(SENTINELS)]
-    if models := tests_of_models(folder):
-        found["models"] = [*pytest, "--continue-on-collection-errors", *models, "-k", EAGER_MATCHES]
-    elif (folder / COMMON).exists():
-        found["function"] = [sys.executable, "-m", "scripts.checks.transformers_suite", str(folder), "--function"]
-    return found
+    models = tests_of_models(folder)
+    function = [sys.executable, "-m", "scripts.checks.transformers_suite", str(folder), "--function"]
+    found = {
+        "sentinels": [*pytest, str(SENTINELS)] if (folder / SENTINELS).exists() else [],
+        "models": [*pytest, "--continue-on-collection-errors", *models, "-k", EAGER_MATCHES] if models else [],
+        "function": function if (folder / COMMON).exists() and not models else [],
+    }
+    return {name: command for name, command in found.items() if command}
 
 
 def run(folder: Path, command: list[str]) -> tuple[list[str], str]:
@@ -193,12 +172,6 @@ def summary(lines: list[str]) -> str:
     return f"{counted or 'no test'}; passed by moe_mlp {used}, by grouped_mm {outcomes['passed'] - used}"
 
 
-def version_of(folder: Path) -> str:
-    """As its sources have it."""
-    text = (folder / "src/transformers/__init__.py").read_text()
-    return next(part.split('"')[1] for part in text.splitlines() if part.startswith("__version__"))
-
-
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argument_parser("scripts.checks.transformers_suite", __doc__)
     parser.add_argument("folder", type=Path, help="a checkout of transformers, or an unpacked source distribution")
@@ -206,7 +179,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--function", action="store_true", help="the part of that name, in this process")
     options = parser.parse_args(words)
     options.folder = options.folder.resolve()
-    if not (options.folder / "src/transformers/__init__.py").exists():
+    if not (options.folder / INIT).exists():
         refuse(f"folder: expected one with src/transformers, got {options.folder}")
     return options
 
@@ -220,11 +193,11 @@ def kept(log: Path, title: str) -> str:
 def main() -> None:
     options = arguments()
     if options.function:
-        install()
-        for text in run_function(options.folder):
-            print(text, flush=True)
+        pytest_configure()
+        print(*run_function(options.folder), sep="\n")
         return
-    title, failed = f"transformers {version_of(options.folder)}", False
+    version = re.search(r'^__version__ = "(.+)"', (options.folder / INIT).read_text(), re.MULTILINE)
+    title, failed = f"transformers {version and version[1]}", False
     record = [f"# {title}: its own tests, {TAKEN} being ours; torch {importlib.metadata.version('torch')}"]
     for name, command in parts(options.folder).items():
         lines, printed = run(options.folder, command)

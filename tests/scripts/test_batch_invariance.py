@@ -1,7 +1,5 @@
 """The program's cases and its judgement; layers run on a GPU (tests/properties/test_batch_gpu.py)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The Makefile, in a folder whose name has a space, with a stub for Python."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

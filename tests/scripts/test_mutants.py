@@ -1,7 +1,5 @@
 """The list of faults, and the program that runs the tests with each."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """What is handed out. The sdist has the whole repository (MANIFEST.in), the wheel the package alone; both are built here, and
 what an editable install is made of. ptxsim is a distribution of its own."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -57,16 +55,6 @@ def metadata(wheel: Path) -> Message:
         return message_from_bytes(archive.read(name))
 
 
-def test_the_sdist_has_what_running_the_tests_takes() -> None:
-    rules = [line.split() for line in (ROOT / "MANIFEST.in").read_text().splitlines()]
-    folders, files = (
-        {name for rule, *names in rules if rule == kind for name in names} for kind in ("graft", "include")
-    )
-    assert folders >= {"docs", "ptxsim", "results", "scripts", "tests"}
-    assert files >= {"CHANGELOG.md", "CONTRIBUTING.md", "Makefile"}
-    assert all((ROOT / name).exists() for name in folders | files)
-
-
 def test_the_wheel_has_the_package_alone(built: Path) -> None:
     with zipfile.ZipFile(built / f"{STEM}-py3-none-any.whl") as archive:
         names = set(archive.namelist())
@@ -84,7 +72,15 @@ def test_the_sdist_has_the_repository(built: Path) -> None:
     with tarfile.open(built / f"{STEM}.tar.gz") as archive:
         names = {member.name.removeprefix(f"{STEM}/") for member in archive.getmembers()}
     here = Path(__file__).relative_to(ROOT).as_posix()
-    assert {here, "pyproject.toml", "CHANGELOG.md", "Makefile", ".ci/run", "docs/decisions.md"} <= names
+    assert {
+        here,
+        "pyproject.toml",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "Makefile",
+        ".ci/run",
+        "docs/decisions.md",
+    } <= names
     assert {"constraints.txt", ".github/workflows/test.yml", "ptxsim/pyproject.toml"} <= names
     assert {"scripts/train_lm.py", "results/README.md", "blazeproto/gemm/cuda/up.cu"} <= names
     assert not [name for name in names if name.endswith(".pyc") or "__pycache__" in name]
@@ -117,38 +113,32 @@ def constrained() -> set[str]:
     return {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
 
 
-@pytest.mark.parametrize("folder", ["clone/blazeproto", "clone", "."])
-def test_an_editable_ptxsim_is_found_wherever_python_starts(built: Path, tmp_path: Path, folder: str) -> None:
-    with zipfile.ZipFile(built / f"{SIMULATOR}-0.editable-py3-none-any.whl") as archive:
+@pytest.mark.parametrize(
+    ("wheel", "package", "folder"),
+    [
+        *((SIMULATOR, "ptxsim", folder) for folder in ("clone/blazeproto", "clone", ".")),
+        (STEM, "blazeproto", "clone"),  # the folder that has the clone, whose own folder is no package
+    ],
+)
+def test_an_editable_install_is_found_wherever_python_starts(
+    built: Path, tmp_path: Path, wheel: str, package: str, folder: str
+) -> None:
+    """Type checkers and editors, which run nothing, find what a .pth file of blazeproto names."""
+    with zipfile.ZipFile(built / f"{wheel}-0.editable-py3-none-any.whl") as archive:
         archive.extractall(tmp_path)
+    clone = built / "clone" / "blazeproto"
+    if package == "blazeproto":
+        assert [path.read_text().split() for path in tmp_path.glob("*.pth")] == [[str(clone)]]
     # this checkout's own editable install
     others = f"sys.path = [place for place in sys.path if place != {str(ROOT)!r}]"
     others += "; sys.meta_path = [each for each in sys.meta_path if 'editable' not in getattr(each, '__module__', '')]"
     others += "; [sys.modules.pop(name) for name in [*sys.modules] if 'editable' in name]"
     others += f"; sys.path.insert(0, {str(tmp_path)!r})"  # its finder has the same name
-    code = f"import site, sys; {others}; site.addsitedir({str(tmp_path)!r}); import ptxsim; print(ptxsim.__file__)"
+    found = f"site.addsitedir({str(tmp_path)!r}); import {package}; print({package}.__file__)"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", f"import site, sys; {others}; {found}"]
     done = subprocess.run(command, cwd=built / folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == [str(built / "clone" / "blazeproto" / "ptxsim" / "__init__.py")], done.stderr
-
-
-def test_an_editable_install_is_found_beside_the_clone(built: Path, tmp_path: Path) -> None:
-    """Where Python is started in the folder that has the clone, whose own folder is no package. Type checkers and editors, which
-    run nothing, find what a .pth file names."""
-    with zipfile.ZipFile(built / f"{STEM}-0.editable-py3-none-any.whl") as archive:
-        archive.extractall(tmp_path)
-    clone = built / "clone" / "blazeproto"
-    assert [path.read_text().split() for path in tmp_path.glob("*.pth")] == [[str(clone)]]
-    others = (
-        f"sys.path = [place for place in sys.path if place != {str(ROOT)!r}]"  # this checkout's own editable install
-    )
-    found = f"site.addsitedir({str(tmp_path)!r}); import blazeproto; print(blazeproto.__file__, blazeproto.MoE)"
-    code = f"import site, sys; {others}; {found}"
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=clone.parent, env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.split()[:1] == [str(clone / "blazeproto" / "__init__.py")], done.stderr
+    assert done.stdout.split() == [str(clone / package / "__init__.py")], done.stderr
 
 
 def test_metadata(built: Path) -> None:

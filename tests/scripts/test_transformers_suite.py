@@ -1,7 +1,5 @@
 """`scripts.checks.transformers_suite` on made-up folders of sources: the package that is installed, and tests of ours."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -47,7 +45,7 @@ def _test_eager_matches_batched_and_grouped_inference(self, name, dtype):
     self.assertEqual(config.model_type, self.all_model_classes[0].config_class.model_type)
     if dtype == "fp16":
         self.skipTest("no fp16")
-    assert batched_mm_experts_forward.__name__ == "call" and dtype == "fp32", "ours is not there"
+    assert "Mock" in repr(batched_mm_experts_forward) and dtype == "fp32", "ours is not there"
 """
 
 
