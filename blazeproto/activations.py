@@ -245,7 +245,7 @@ _TABLE = {row.name: row for row in _ROWS if not row.parameters}
 def _entry(row: Activation, values: Mapping[str, Any]) -> Activation:
     """The row with these parameters, as the table has it under the name that says them."""
     for key, value in values.items():
-        if isinstance(value, bool | str) or not hasattr(value, "__float__"):
+        if isinstance(value, bool) or not isinstance(value, int | float | np.number):
             raise TypeError(f"{row.name}: expected a number as {key}, got {type(value).__name__}")
     parameters = tuple(p._replace(value=_float(values.get(p.name, p.value))) for p in row.parameters)
     if not all(parameter.fits for parameter in parameters):

@@ -99,9 +99,9 @@ class MoE(nn.Module, Shown):
         **keywords: Any,
     ) -> None:
         super().__init__()
-        for name, size in zip(SIZES, (d_model, d_expert, num_experts, top_k), strict=False):
-            integer(name, size, least=1)
-        integer("d_shared", d_shared, least=0)
+        sizes = zip(SIZES, (d_model, d_expert, num_experts, top_k), strict=False)
+        d_model, d_expert, num_experts, top_k = (integer(name, size, least=1) for name, size in sizes)
+        d_shared = integer("d_shared", d_shared, least=0)
         boolean("bias", bias)
         check_dtype(dtype)
         check_device(device)

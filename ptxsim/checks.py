@@ -16,7 +16,10 @@ def integer(name: str, value: Any, least: int | None = None) -> int:
     """
     expect(
         name,
-        hasattr(value, "__index__") and not isinstance(value, bool | type) and not getattr(value, "ndim", False),
+        hasattr(value, "__index__")
+        and not isinstance(value, bool | type)
+        and not getattr(value, "ndim", False)
+        and "int" in str(getattr(value, "dtype", "int")),  # or int() would cut off
         "an int",
         type(value).__name__,
         TypeError,

@@ -69,7 +69,13 @@ def tensor_map(array: np.ndarray, box: Sequence[int], swizzle: int = 0) -> Array
         f"strides {array.strides}",
     )
     expect("array", _is_numbers(array), "numbers in this computer's byte order", array.dtype, TypeError)
-    expect("box", isinstance(box, Iterable), "a size of each dimension", type(box).__name__, TypeError)
+    expect(
+        "box",
+        isinstance(box, Iterable) and getattr(box, "shape", None) != (),
+        "a size of each dimension",
+        type(box).__name__,
+        TypeError,
+    )
     made = ArrayMap(array, tuple(integer("box", size) for size in box), integer("swizzle", swizzle))
     made.at(0)
     return made

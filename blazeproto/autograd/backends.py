@@ -62,7 +62,7 @@ def check_device(device: Any) -> None:
     """ValueError for a device that torch does not know, or that is not here. None is any."""
     try:
         torch.empty(0, device=device)
-    except (AssertionError, RuntimeError, TypeError) as error:  # AssertionError: torch without CUDA
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:  # AssertionError: torch without CUDA
         why = str(error).splitlines()[0]
         raise ValueError(f"device: expected one that torch can use here, got {str(device)!r} ({why})") from error
 

@@ -88,7 +88,7 @@ def check_experts(
 
 def check_dtype(dtype: object, name: str = "dtype") -> None:
     """TypeError for an argument of this name that is neither None nor a dtype of tokens and weights."""
-    if dtype not in (None, *FLOAT_DTYPES):
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in FLOAT_DTYPES):
         raise TypeError(f"{name}: expected None or one of {', '.join(map(str, FLOAT_DTYPES))}, got {dtype!r}")
 
 

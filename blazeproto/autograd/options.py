@@ -28,7 +28,7 @@ Documented = TypeVar("Documented", bound=Callable[..., Any])
 
 
 def _one_of(allowed: tuple[str, ...], name: str, value: Any) -> None:
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:  # an array is equal to no name
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 

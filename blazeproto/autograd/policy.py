@@ -105,13 +105,13 @@ def saved_bytes(
 
     ValueError for an unknown policy, activation or precision, TypeError or ValueError for another value that does not fit.
     """
-    optional = {"row_capacity": row_capacity or 0, "varying_pairs": varying_pairs or 0}
+    optional = {"row_capacity": row_capacity, "varying_pairs": varying_pairs}
     number("top_k", top_k, least=0)  # no int where it is a mean
     counts = {"num_tokens": num_tokens, "up_rank": up_rank, "down_rank": down_rank, **optional}
     sizes = {"d_model": d_model, "d_expert": d_expert, "num_experts": num_experts, "itemsize": itemsize}
     for least, given in ((0, counts), (1, sizes | {"num_chunks": num_chunks})):
         for name, size in given.items():
-            integer(name, size, least)
+            integer(name, 0 if size is None and name in optional else size, least)
     boolean("keep_transposed", keep_transposed)
     boolean("trains_up", trains_up)
     one_of("save", save, [policy.value for policy in SavePolicy])

@@ -108,7 +108,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
     tensors, TypeError or ValueError for a ``max_norm`` that is no number from 0 on.
     """
     number("max_norm", max_norm, least=0)
-    several = isinstance(parameters, Iterable) and not isinstance(parameters, Tensor)  # which iterates over its rows
+    several = isinstance(parameters, Iterable) and not hasattr(parameters, "ndim")  # a tensor iterates over its rows
     by_mesh: dict[Any, list[Tensor]] = {}
     for parameter in parameters if several else (parameters,):
         if not isinstance(parameter, Tensor):

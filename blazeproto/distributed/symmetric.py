@@ -75,7 +75,7 @@ class Symmetric(OverRanks):
         checks.require(d_model % CHUNK == 0, "d_model", f"a multiple of {CHUNK}", d_model)
         self.d_model = self.sizes["d_model"]
         checks.number("timeout", timeout, least=0)
-        checks.require(overflow in ("raise", "drop"), "overflow", "'raise' or 'drop'", repr(overflow))
+        checks.one_of("overflow", overflow, ("raise", "drop"))
         self.overflow_is, self.layout = overflow, MemoryLayout(self.ranks, max_tokens, max_pairs, d_model)
         on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config(group)
         check_device(device)

@@ -370,5 +370,5 @@ def make_router(name: str, d_model: int, num_experts: int, top_k: int, **overrid
     unknown keyword.
     """
     checks.one_of("router", name, sorted(ROUTERS))
-    named = ROUTERS[name] | ({"renormalize": None} if top_k == 1 else {})
+    named = ROUTERS[name] | ({"renormalize": None} if checks.integer("top_k", top_k, least=1) == 1 else {})
     return Router(d_model, num_experts, top_k, **(named | overrides))

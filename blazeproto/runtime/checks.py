@@ -20,10 +20,11 @@ def integer(name: str, value: Any, least: int | None = None) -> int:
 
     TypeError for anything else, ValueError below ``least``.
     """
-    if isinstance(value, bool | type) or not hasattr(value, "__index__") or getattr(value, "ndim", False):
+    # Of an array without dimensions int() would cut off a fraction.
+    array = getattr(value, "ndim", 0) or "int" not in str(getattr(value, "dtype", "int"))
+    if isinstance(value, bool | type) or not hasattr(value, "__index__") or array:
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-    if least is not None and value < least:
-        raise ValueError(f"{name}: expected at least {least}, got {value}")
+    require(least is None or value >= least, name, f"at least {least}", value)
     return int(value)
 
 

@@ -200,8 +200,8 @@ def _by_twin(
     if is_dataclass(result):
         return _mapped(result, "", lambda _, values: call.give(values, "int32"))
     results = result if type(result) is tuple else (result,)
-    given = taken.get("out")
-    outputs = given if isinstance(given, tuple) else (given,) * len(results)
+    outputs = given if isinstance(given := taken.get("out"), tuple) else (given,) * len(results)
+    checks.require(len(outputs) == len(results), "out", f"{len(results)} arrays", len(outputs))
     made = []
     for values, out, (name, dtype) in zip(results, outputs, makes.items(), strict=True):
         if _is_record(values):

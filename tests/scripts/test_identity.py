@@ -231,13 +231,15 @@ def test_tiles_may_be_those_of_another_number_of_rows() -> None:
     assert not any(layer_tiles.other_tiles(identity.described(of), common.cfg_of(sizes)) for of in quantized_kernels())
 
 
-def test_a_kernel_whose_source_is_gone_is_not_current(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_whose_source_is_gone_or_another_is_not_current(monkeypatch: pytest.MonkeyPatch) -> None:
     limit_rows = "blazeproto.dispatch.limit.limit_rows"
     numba = {"make": limit_rows, "parameters": "", "threads": 1, "min_blocks": 1, "constants": {}}
     for description in (
         {"file": "gone.cu", "entry": "gone", "defines": {}, "options": []},
         numba | {"make": "blazeproto.gone.kernel"},
         numba | {"make": "blazeproto.dispatch.limit.gone"},
+        identity.described(limit.KERNEL),  # whose identity is another
+        identity.described(gemm.kernel_for("up_forward")),
     ):
         monkeypatch.setitem(identity.KERNELS, "f" * identity.DIGITS, description)
         identity._is_made_here.cache_clear()

@@ -32,6 +32,7 @@ def test_a_peak_over_several_gpus_is_beside_that_of_one() -> None:
     other = row | {"cfg": SIZES | {"T": 128}, "alone_MiB": None}
     lines = TABLES["expert_parallel"]({"ep": [row, other]}).splitlines()
     assert lines[2].endswith("| 300 | 0.75 |") and lines[3].endswith("| 300 | – |")
+    assert TABLES["expert_parallel"]({"ep": []}) == TABLES["expert_parallel"]({}) == NOT_MEASURED
 
 
 def test_ours_and_peers_have_a_column_each() -> None:
