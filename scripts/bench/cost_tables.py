@@ -7,9 +7,8 @@ from typing import Any
 
 from blazeproto import cost
 from scripts.bench.common import geometric_mean, table_of
-from scripts.bench.markdown import Record, Rows, caveat, least_to_most, number, plain_shape
+from scripts.bench.markdown import Record, Rows, Sentence, Table, caveat, least_to_most, number, plain_shape, plainly
 from scripts.bench.module_tables import TINY, sizes_of
-from scripts.bench.render import Sentence, Table, plainly
 
 CLOSE = 0.1  # a prediction within 10 %
 SHEETS = [gpu for gpu, rates in cost.GPUS.items() if rates.source.startswith("NVIDIA's data sheet")]

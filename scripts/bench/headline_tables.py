@@ -11,13 +11,17 @@ from scripts.bench.common import geometric_mean
 from scripts.bench.identity import compared
 from scripts.bench.markdown import (
     OURS,
+    Entry,
     Record,
     Rows,
+    Sentence,
     Source,
+    Table,
     gpus_of,
     least_to_most,
     number,
     plain_shape,
+    plainly,
     span,
     value_of,
     values,
@@ -27,8 +31,7 @@ from scripts.bench.models.shapes import T
 from scripts.bench.models.tables import ONLY_SIZES, RUNS, share_of_floor
 from scripts.bench.models.tables import times_ours as one_run
 from scripts.bench.module_tables import EVEN, TIMES_OURS
-from scripts.bench.paper.cells import of, ratio
-from scripts.bench.render import Entry, Sentence, Table, plainly
+from scripts.bench.paper.tables import of, ratio
 
 HEADLINE = ("Qwen3-30B-A3B", "DeepSeek-V3", "Mixtral 8x7B", "gpt-oss-120b", "GLM-4.5-Air", "Kimi K2")
 MODELS_OF = {"h100": ("Qwen3-30B-A3B", "gpt-oss-120b", "Mixtral 8x7B")}

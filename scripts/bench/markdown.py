@@ -1,9 +1,11 @@
-"""Markdown of results: tables, numbers, shapes, and where, when and with which kernels rows were measured."""
+"""Markdown of results. Tables and sentences are data: `Table` makes Markdown of a results file's record, `Sentence` a measured
+sentence. Both say where, when and with which kernels rows were measured."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from scripts.bench.common import geometric_mean
@@ -15,6 +17,8 @@ Column = tuple[str, Callable[[Record], str]]
 Source = (
     str | Callable[[Record], Any]
 )  # of a value: its place in a row, as `look_up` takes it, or what makes it of the row
+Entry = tuple[str, Source] | tuple[str, Source, int | None]  # head, source and digits of a column
+RowsOf = str | Callable[..., Rows]  # of a record: their key, or what makes them of the records
 
 OURS = "blazeproto"
 LABELS = {
@@ -175,3 +179,86 @@ def origin(rows: Iterable[Record], *packages: str) -> str:
         if reason in reasons
     ]
     return f"{where}.{''.join(notes)}"
+
+
+# -------------------------------------------------------------------------------------------------------- the renderer
+
+
+def column(head: str, source: Source, digits: int | None = 2) -> Column:
+    """A column of a source. digits: of its numbers; None writes what is found as it is."""
+
+    def cell(row: Record) -> str:
+        found = value_of(row, source)
+        return str(found) if digits is None or isinstance(found, str) else number(found, digits)
+
+    return head, cell
+
+
+def columns(entries: Iterable[Entry]) -> list[Column]:
+    return [column(*entry) for entry in entries]
+
+
+def with_figures(rows: Rows, columns: Sequence[Column]) -> list[Column]:
+    """The columns without those in which nothing was measured, but for one that names a group ("saved MiB: ours")."""
+    return [each for each in columns if ": " in each[0] or {each[1](row) for row in rows} != {number(None)}]
+
+
+def rows_of(source: RowsOf, *records: Record) -> Rows:
+    """The rows, or the row, of records."""
+    found = records[0].get(source, []) if isinstance(source, str) else source(*records)
+    return [found] if isinstance(found, dict) else found
+
+
+def having(path: str, rows: RowsOf = "rows") -> Callable[[Record], Rows]:
+    """The rows of a record that have something at ``path``."""
+    return lambda record: [row for row in rows_of(rows, record) if look_up(row, path) is not None]
+
+
+def made(what: Any, *given: Any) -> Any:
+    """A field of a table, or what it makes if it is a function."""
+    return what(*given) if callable(what) else what
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of results files. Called with the files' records, it is Markdown with the rows' origin below."""
+
+    file: str  # in results/GPU, without .json; several with spaces between
+    entries: Sequence[Entry] | Callable[[Rows], Sequence[Entry]]  # or what makes them of the rows
+    note: str | Callable[[Rows], str] = ""  # before the origin
+    rows: RowsOf = "rows"
+    packages: Sequence[str] | Callable[[Record], Sequence[str]] = ("torch",)  # whose versions the origin has
+    after: str | Callable[[Record, Rows], str] = ""  # the origin
+    picture: str = ""  # above, as Markdown
+    only_measured: bool = False  # no column in which nothing was measured
+
+    def __call__(self, *records: Record) -> str:
+        rows = rows_of(self.rows, *records)
+        after = made(self.after, records[0], rows)
+        if not rows:
+            return f"{NOT_MEASURED} {after}".rstrip()
+        where = origin(rows, *made(self.packages, records[0]))
+        said = " ".join(filter(None, [made(self.note, rows), where, after]))
+        shown = columns(made(self.entries, rows))
+        parts = [self.picture, table(rows, with_figures(rows, shown) if self.only_measured else shown), said]
+        return "\n\n".join(filter(None, parts))
+
+
+def plainly(said: str, _: Rows) -> str:
+    """Without a note of the rows that earlier kernels made."""
+    return said
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A sentence of results files, or a part of one. Called with the files' records, it has a note of earlier kernels."""
+
+    file: str
+    make: Callable[[Any], str]  # of the rows; nothing where they say nothing
+    rows: RowsOf = "rows"
+    note: Callable[[str, Rows], str] = noted
+
+    def __call__(self, *records: Record) -> str:
+        rows = rows_of(self.rows, *records)
+        said = self.make(rows) if rows else ""
+        return self.note(said, rows) if said else NOT_MEASURED

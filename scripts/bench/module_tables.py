@@ -8,19 +8,23 @@ from collections.abc import Sequence
 from blazeproto.gemm import Sizes
 from scripts.bench.common import EXTRA_SHAPES, MODULE_SHAPES, SHAPES, TABLES, geometric_mean, table_of
 from scripts.bench.markdown import (
+    Entry,
     Record,
     Rows,
+    Sentence,
+    Table,
     gpus_of,
+    having,
     look_up,
     mean_and_span,
     number,
     plain_shape,
+    plainly,
     span,
     values,
     versions_of,
     warned,
 )
-from scripts.bench.render import Entry, Sentence, Table, having, plainly
 
 PACKAGES = ("sonic-moe", "quack-kernels", "torch")
 

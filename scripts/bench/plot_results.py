@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,21 @@ from scripts.bench.common import REPOSITORY, RESULTS
 from scripts.bench.cost_tables import plot_predicted
 from scripts.bench.headline_tables import has_runs
 from scripts.bench.identity import rows_in
-from scripts.bench.markdown import LABELS, OURS, Record, look_up, origin, plain_shape, signs_of
+from scripts.bench.markdown import LABELS, OURS, Record, RowsOf, look_up, origin, plain_shape, rows_of, signs_of, values
 from scripts.bench.models.tables import share_of_floor
-from scripts.bench.paper.cells import figure_of, programs_in, with_speeds
-from scripts.bench.paper.steps_tables import plot_policies, plot_waterfall
-from scripts.bench.paper.tables import ROUTINGS
-from scripts.bench.render import RowsOf, rows_of
-from scripts.bench.result_tables import MARKED, PEERS, fill, load, peers_in
+from scripts.bench.paper.tables import (
+    FIELDS,
+    POLICIES,
+    ROUTINGS,
+    STEPS,
+    longer,
+    of,
+    predicted_longer,
+    programs_in,
+    ratio,
+    with_speeds,
+)
+from scripts.bench.result_tables import MARKED, PEERS, fill, layer_rows, load
 from scripts.bench.training_tables import plot_runs
 from scripts.command import argument_parser, refuse
 
@@ -47,7 +56,6 @@ COLORS = {
     "dmoe": "#b5c99a",
     "sequential": "#7b5ea7",
 }
-Value = Callable[[Record, str], float | None]  # of a row, and a program's name
 
 
 @dataclass(frozen=True)
@@ -91,13 +99,13 @@ def short_name(row: Record, sign: str) -> str:
     return f"{tokens}{sign}\nd{d}\nn{n}\nE{E}\nK{K}"
 
 
-def bars(axis: Any, rows: Sequence[Record], names: Sequence[str], value: Value) -> None:
-    """Grouped bars: a group for each row, a bar for each name that has a value."""
+def bars(axis: Any, rows: Sequence[Record], names: Sequence[str], path: str) -> None:
+    """Grouped bars: a group for each row, a bar for each name that has a value at ``path``, in which {} is the name."""
     width = 0.8 / len(names)
     for index, name in enumerate(names):
-        heights = {place: height for place, row in enumerate(rows) if (height := value(row, name)) is not None}
-        places = [place - 0.4 + (index + 0.5) * width for place in heights]
-        axis.bar(places, heights.values(), width, label=LABELS[name], color=COLORS[name])
+        found = {place: look_up(row, path.format(name)) for place, row in enumerate(rows)}
+        heights = {place - 0.4 + (index + 0.5) * width: value for place, value in found.items() if value is not None}
+        axis.bar(heights.keys(), heights.values(), width, label=LABELS[name], color=COLORS[name])
     several = len({row.get("activation") for row in rows}) > 1
     ticks = [
         f"{short_name(row, sign)}\n{row['activation']}" if several else short_name(row, sign)
@@ -107,68 +115,52 @@ def bars(axis: Any, rows: Sequence[Record], names: Sequence[str], value: Value) 
     axis.set_xlim(-0.6, len(rows) - 0.4)
 
 
-def panels(figure: Any, rows: Sequence[Record], names: Sequence[str], shown: Mapping[str, Value], above: float) -> Any:
-    """Bars over all rows, a panel for each title. above: where the legend is, in heights of a panel."""
+def panels(shown: Mapping[str, str], rows: Sequence[Record], above: float, figure: Any) -> Any:
+    """Bars over all rows, a panel for each title and path. above: where the legend is, in heights of a panel."""
+    names = programs_in([*rows])
     figure.set_size_inches(16, 4 * len(shown))
     axes = figure.subplots(len(shown), 1)
-    for axis, (title, value) in zip(axes, shown.items(), strict=True):
-        bars(axis, rows, names, value)
+    for axis, (title, path) in zip(axes, shown.items(), strict=True):
+        bars(axis, rows, names, path)
         axis.set_title(title)
     axes[0].legend(ncols=len(names), loc="upper left", bbox_to_anchor=(0, above))
     return axes
 
 
-def experts_panels(figure: Any, record: Record, shown: Mapping[str, Value], ylabel: str) -> None:
+def plot_paper(shown: Mapping[str, str], figure: Any, record: Record) -> None:
+    """A paper's layers, by activation."""
+    panels(shown, sorted(with_speeds(record), key=itemgetter("activation")), 1.25, figure)
+
+
+def plot_experts(shown: Mapping[str, str], ylabel: str, figure: Any, record: Record) -> None:
     """Ratios of the programs of the experts alone, around 1."""
-    titles = {f"The experts of one MoE layer, {title}": value for title, value in shown.items()}
-    for axis in panels(figure, record["rows"], peers_in(record["rows"]), titles, 1.2):
+    rows = [row | {"floor_fwdbwd_ms": row["floor_fwd_ms"] + row["floor_bwd_ms"]} for row in layer_rows(record)]
+    for axis in panels(shown, rows, 1.2, figure):
         axis.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
         axis.set_ylabel(ylabel)
 
 
-def plot_experts(figure: Any, record: Record) -> None:
-    """Share of the floor's speed (1 = the floor) that each program of the experts alone reaches."""
-
-    def share(part: str, row: Record, name: str) -> float | None:
-        least = row["floor_fwd_ms"] + (row["floor_bwd_ms"] if part == "fwdbwd" else 0.0)
-        return least / row["peers"][name][f"gpu_{part}_ms"] if name in row["peers"] else None
-
-    titles = {"fwd": "forward", "fwdbwd": "forward + backward"}
-    said = "share of the hardware floor's speed (higher is faster)"
-    shown = {f"{title}: {said}": partial(share, part) for part, title in titles.items()}
-    experts_panels(figure, record, shown, "floor time / measured time")
-
-
-def plot_memory(figure: Any, record: Record) -> None:
-    """Saved and peak bytes over ours."""
-
-    def over_ours(field: str, row: Record, name: str) -> float | None:
-        found: float | None = look_up(row, f"peers.{name}.{field} / peers.{OURS}.{field}")
-        return found
-
-    titles = {"saved_MiB": "saved for backward", "peak_fwdbwd_MiB": "peak over forward + backward, gradients included"}
-    shown = {
-        f"{title}: times ours (lower is less memory)": partial(over_ours, field) for field, title in titles.items()
-    }
-    experts_panels(figure, record, shown, "bytes / ours")
-
-
-def plot_paper(papers: str, titles: Mapping[str, str], figure: Any, record: Record) -> None:
-    """A panel for each field of a paper's programs, rows by activation."""
-    rows = sorted(with_speeds(record), key=lambda row: str(row["activation"]))
-    shown = {f"{papers} configurations: {title}": partial(figure_of, field) for field, title in titles.items()}
-    panels(figure, rows, programs_in(rows), shown, 1.25)
-
-
+ONE_LAYER = "The experts of one MoE layer"
+SPEED = "share of the hardware floor's speed (higher is faster)"
+SPEEDS = {
+    f"{ONE_LAYER}, forward: {SPEED}": "floor_fwd_ms / programs.{}.gpu_fwd_ms",
+    f"{ONE_LAYER}, forward + backward: {SPEED}": "floor_fwdbwd_ms / programs.{}.gpu_fwdbwd_ms",
+}
+LESS = "times ours (lower is less memory)"
+PEAK = "peak over forward + backward, gradients included"
+MEMORY = {
+    f"{ONE_LAYER}, saved for backward: {LESS}": ratio("{}", OURS, "saved_MiB"),
+    f"{ONE_LAYER}, {PEAK}: {LESS}": ratio("{}", OURS, "peak_fwdbwd_MiB"),
+}
 MOEBLAZE = {  # Figures 3 to 6
-    "saved_MiB": "saved for backward, MiB",
-    "fwdbwd_ms": "forward + backward, ms",
-    "eager_fwdbwd_ms": "the same as eager calls, ms",
+    "MoEBlaze's configurations: saved for backward, MiB": of("{}", "saved_MiB"),
+    "MoEBlaze's configurations: forward + backward, ms": of("{}", "fwdbwd_ms"),
+    "MoEBlaze's configurations: the same as eager calls, ms": of("{}", "eager_fwdbwd_ms"),
 }
 SONICMOE = {  # Figures 6a and 5
-    "fwd_tflops": "forward, TFLOP/s",
-    "bwd_tflops": "backward, TFLOP/s",
-    "saved_MiB": "saved for backward, MiB",
+    "SonicMoE's configurations: forward, TFLOP/s": of("{}", "fwd_tflops"),
+    "SonicMoE's configurations: backward, TFLOP/s": of("{}", "bwd_tflops"),
+    "SonicMoE's configurations: saved for backward, MiB": of("{}", "saved_MiB"),
 }
 
 
@@ -210,9 +202,7 @@ def plot_figure_10(figure: Any, record: Record) -> None:
     axis = figure.subplots()
     experts = [row["cfg"]["E"] for row in record["rows"]]
     for name in programs_in(record["rows"]):
-        means, deviations = (
-            [figure_of(field, row, name) for row in record["rows"]] for field in ("fwd_ms", "deviation_ms")
-        )
+        means, deviations = (values(record["rows"], of(name, field)) for field in ("fwd_ms", "deviation_ms"))
         style = {"label": LABELS[name], "color": COLORS[name]}
         axis.errorbar(experts, means, deviations, fmt="o-", capsize=3, markersize=3, **style)
     axis.set_xscale("log", base=2)
@@ -312,20 +302,49 @@ def plot_rounding(figure: Any, record: Record) -> None:
     axes[0, 0].legend()
 
 
+def plot_waterfall(figure: Any, record: Record) -> None:
+    """Time and saved bytes of each step, a panel for each layer and field."""
+    axes = figure.subplots(2, len(record["rows"]), squeeze=False)
+    for row, panels in zip(record["rows"], axes.T, strict=True):
+        names = [name for name in ("mb_sparse", *STEPS) if name in row["programs"]]
+        for axis, (field, unit) in zip(panels, FIELDS.items(), strict=True):
+            axis.bar(names, [row["programs"][name][field] for name in names], color="#d1495b")
+            axis.set(ylabel=f"{'forward + backward' if unit == 'ms' else 'saved'}, {unit}")
+            axis.tick_params("x", rotation=60)
+        panels[0].set_title(plain_shape(row))
+
+
+def plot_policies(figure: Any, record: Record) -> None:
+    """Each policy's time over "minimal"'s, over T and over n: measured, and dotted the prediction."""
+    axes = figure.subplots(1, 2, sharey=True)
+    for axis, letter in zip(axes, "Tn", strict=True):
+        rows = sorted((row for row in record["rows"] if row["label"] == letter), key=lambda row: row["cfg"][letter])
+        sizes = [row["cfg"][letter] for row in rows]
+        for color, policy in zip(("#00798c", "#d1495b"), POLICIES[1:], strict=True):
+            measured, predicted = (
+                [look_up(row, longer(policy)) for row in rows],
+                [predicted_longer(policy, row) for row in rows],
+            )
+            axis.plot(sizes, measured, "o-", color=color, label=policy)
+            axis.plot(sizes, predicted, ":", color=color, label=f"{policy}, predicted")
+        axis.set(xscale="log", xlabel=letter, ylabel='time over that of "minimal"')
+    axes[0].legend()
+
+
 # ------------------------------------------------------------------------------------------------------------ all pages
 
 WIDE = (16, 8)
 PICTURES = {
     "speed.png": Picture("headline", plot_models, WIDE, with_runs),
     "models_figure_10.png": Picture("models/figure_10", plot_figure_10, (6.9, 4.5)),
-    "experts.png": Picture("layer", plot_experts, WIDE),
-    "memory.png": Picture("layer", plot_memory, WIDE),
+    "experts.png": Picture("layer", partial(plot_experts, SPEEDS, "floor time / measured time"), WIDE),
+    "memory.png": Picture("layer", partial(plot_experts, MEMORY, "bytes / ours"), WIDE),
     "dispatch.png": Picture("dispatch", plot_dispatch, WIDE, "series", ("torch",)),
     "predicted_layers.png": Picture("module", plot_predicted, (9, 6)),
     "predicted_products.png": Picture("products", plot_predicted, (9, 6)),
     "weak_scaling.png": Picture("distributed", plot_weak_scaling, (7, 4), "weak_scaling"),
-    "paper_moeblaze.png": Picture("paper/moeblaze-figures", partial(plot_paper, "MoEBlaze's", MOEBLAZE), WIDE),
-    "paper_sonicmoe.png": Picture("paper/sonicmoe-layers", partial(plot_paper, "SonicMoE's", SONICMOE), WIDE),
+    "paper_moeblaze.png": Picture("paper/moeblaze-figures", partial(plot_paper, MOEBLAZE), WIDE),
+    "paper_sonicmoe.png": Picture("paper/sonicmoe-layers", partial(plot_paper, SONICMOE), WIDE),
     "paper_kernels.png": Picture("paper/sonicmoe-kernels", plot_kernels, (16, 6)),
     "paper_rounding.png": Picture("paper/sonicmoe-rounding", plot_rounding, (16, 9)),
     "waterfall.png": Picture("paper/waterfall", plot_waterfall, (14, 8)),

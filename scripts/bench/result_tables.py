@@ -6,6 +6,7 @@ stands between empty lines, or by a sentence, which stands in its paragraph. If 
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -28,23 +29,27 @@ from scripts.bench.markdown import (
     LABELS,
     NOT_MEASURED,
     OURS,
+    Entry,
     Record,
     Rows,
+    Sentence,
+    Table,
+    having,
     least_to_most,
     mean_and_span,
     number,
     origin,
     plain_shape,
+    plainly,
     shape_of,
     span,
     values,
 )
 from scripts.bench.models import tables as models
 from scripts.bench.module_tables import EVEN, by_layer
-from scripts.bench.paper import steps_tables
 from scripts.bench.paper import tables as paper
+from scripts.bench.paper.tables import SHAPE, of, programs_in, ratio
 from scripts.bench.rank_memory import rank_memory_table
-from scripts.bench.render import Entry, Sentence, Table, having, plainly
 
 
 def load(name: str, results: Path) -> Record | None:
@@ -54,7 +59,7 @@ def load(name: str, results: Path) -> Record | None:
     return next((read_json(path) for path in paths if path.exists()), None)
 
 
-# -------------------------------------------------------------------------------------------------- the experts' tables
+# ------------------------------------------------------------------------------------- tables with a column for a program
 
 PEERS = ("torch", "sonic-moe", "quack-kernels")  # whose versions stand under tables of layers
 HOST_FIGURES = {
@@ -62,104 +67,124 @@ HOST_FIGURES = {
     "host_fwdbwd_single_thread_ms": "in one thread",
     "host_fwdbwd_kernels_ms": "its kernels alone, allocated for and launched",
 }
-SHAPE: Entry = ("T, d, n, E, K", plain_shape)
-forward_ms = itemgetter("gpu_fwd_ms")
 
 
-def backward_ms(figures: Record) -> float:
-    return float(figures["gpu_fwdbwd_ms"] - figures["gpu_fwd_ms"])
+def layer_rows(record: Record) -> Rows:
+    """The rows of the experts alone, with the backward's part of a program's times beside its others, and eager calls' sum."""
+
+    def more(figures: Record) -> Record:
+        eager = figures.get("fwd_ms", math.nan) + figures.get("bwd_ms", math.nan)
+        return figures | {"gpu_bwd_ms": figures["gpu_fwdbwd_ms"] - figures["gpu_fwd_ms"], "fwdbwd_ms": eager}
+
+    return [
+        row | {"programs": {name: more(figures) for name, figures in row["peers"].items()}} for row in record["rows"]
+    ]
 
 
-def eager_ms(figures: Record) -> float:
-    return float(figures["fwd_ms"] + figures["bwd_ms"])
-
-
-def peers_in(rows: Rows) -> list[str]:
-    """The programs in the rows, ours first."""
-    return [name for name in LABELS if any(name in row["peers"] for row in rows)]
-
-
-def over(above: str, below: str, field: str) -> str:
-    """One program's figure over another's."""
-    return f"peers.{above}.{field} / peers.{below}.{field}"
-
-
-def of_peers(names: Sequence[str], first: str, value: Callable[[Record], float], digits: int = 2) -> list[Entry]:
-    """A column a program, with what ``value`` makes of its figures; ours is ``first`` said in full."""
+def of_programs(names: Sequence[str], first: str, path: str, digits: int = 2) -> list[Entry]:
+    """A column for each program; ours is ``first`` said in full. path: with {} for its name."""
 
     def entry(name: str) -> Entry:
         head = f"{first}: ours" if name == OURS else LABELS[name]
-        return head, lambda row: value(row["peers"][name]) if name in row["peers"] else None, digits
+        return head, path.format(name), digits
 
     return [entry(name) for name in names]
 
 
 def layer_entries(rows: Rows) -> list[Entry]:
     """Time by shape: ours and the peers, forward and backward, with the ratio to SonicMoE and to the floor."""
-    names = peers_in(rows)
+    names = programs_in(rows)
     return [
         SHAPE,
-        *of_peers(names, "forward ms", forward_ms),
+        *of_programs(names, "forward ms", of("{}", "gpu_fwd_ms")),
         ("floor", "floor_fwd_ms"),
-        *of_peers(names, "backward ms", backward_ms),
+        *of_programs(names, "backward ms", of("{}", "gpu_bwd_ms")),
         ("floor", "floor_bwd_ms"),
-        ("SonicMoE / ours: fwd", over("sonic", OURS, "gpu_fwd_ms")),
-        ("fwd + bwd", over("sonic", OURS, "gpu_fwdbwd_ms")),
+        ("SonicMoE / ours: fwd", ratio("sonic", OURS, "gpu_fwd_ms")),
+        ("fwd + bwd", ratio("sonic", OURS, "gpu_fwdbwd_ms")),
     ]
 
 
 def layer_note(rows: Rows) -> str:
     means = []
-    for name in peers_in(rows)[1:]:
-        pairs = [(row["peers"][name], row["peers"][OURS]) for row in rows if name in row["peers"]]
-        forward, backward = (
-            number(geometric_mean([part(peer) / part(ours) for peer, ours in pairs]))
-            for part in (forward_ms, backward_ms)
-        )
-        means.append(f"{LABELS[name]} {forward}× forward, {backward}× backward ({len(pairs)} shapes)")
+    for name in programs_in(rows)[1:]:
+        forward, backward = (values(rows, ratio(name, OURS, f"gpu_{part}_ms")) for part in ("fwd", "bwd"))
+        times = f"{number(geometric_mean(forward))}× forward, {number(geometric_mean(backward))}× backward"
+        means.append(f"{LABELS[name]} {times} ({len(forward)} shapes)")
     return f"GPU time, ms. Times of ours, geometric means: {'; '.join(means)}."
 
 
 def eager_entries(rows: Rows) -> list[Entry]:
     """Eager time, host time included, of the same programs."""
-    names = peers_in(rows)
-    both = of_peers(names, "forward + backward ms", eager_ms)
+    names = programs_in(rows)
     return [
         SHAPE,
-        *of_peers(names, "forward ms", itemgetter("fwd_ms")),
-        *both,
-        ("host ms of ours", f"peers.{OURS}.host_fwdbwd_ms"),
+        *of_programs(names, "forward ms", of("{}", "fwd_ms")),
+        *of_programs(names, "forward + backward ms", of("{}", "fwdbwd_ms")),
+        ("host ms of ours", of(OURS, "host_fwdbwd_ms")),
     ]
 
 
 def host_note(_: Record, rows: Rows) -> str:
-    known = [row["peers"][OURS] for row in rows if row["peers"][OURS].keys() >= HOST_FIGURES.keys()]
-    if not known:
-        return ""
+    known = [row["programs"][OURS] for row in rows if row["programs"][OURS].keys() >= HOST_FIGURES.keys()]
     medians = [
-        f"{what} {number(statistics.median(row[field] for row in known))}" for field, what in HOST_FIGURES.items()
+        f"{what} {number(statistics.median(values(known, field)))}" for field, what in HOST_FIGURES.items() if known
     ]
     said = "The host in a forward + backward of ours on a dispatch made beforehand, medians of"
-    return f"{said} {len(known)} shapes, ms: {'; '.join(medians)}."
+    return f"{said} {len(known)} shapes, ms: {'; '.join(medians)}." if known else ""
 
 
 def memory_entries(rows: Rows) -> list[Entry]:
     """Saved and peak MiB by shape."""
-    names = peers_in(rows)
-    saved = of_peers(names, "saved MiB", itemgetter("saved_MiB"), 0)
-    return [SHAPE, *saved, *of_peers(names, "peak MiB", itemgetter("peak_fwdbwd_MiB"), 0)]
+    names = programs_in(rows)
+    return [
+        SHAPE,
+        *of_programs(names, "saved MiB", of("{}", "saved_MiB"), 0),
+        *of_programs(names, "peak MiB", of("{}", "peak_fwdbwd_MiB"), 0),
+    ]
 
 
 def memory_note(rows: Rows) -> str:
-    peaks = {name: values(rows, over(OURS, name, "peak_fwdbwd_MiB")) for name in peers_in(rows)[1:]}
+    peaks = {name: values(rows, ratio(OURS, name, "peak_fwdbwd_MiB")) for name in programs_in(rows)[1:]}
     means = [f"{number(geometric_mean(each))} of {LABELS[name]} {span(each)}" for name, each in peaks.items()]
     return f"Our peak, geometric means: {'; '.join(means)}." if means else ""
 
 
-EXPERTS = {
-    "layer": Table("layer", layer_entries, layer_note, packages=PEERS),
-    "eager": Table("layer", eager_entries, packages=PEERS, after=host_note),
-    "memory": Table("layer", memory_entries, memory_note, packages=PEERS),
+def sonicmoe_entries(rows: Rows) -> list[Entry]:
+    """SonicMoE's Figures 5 and 6a."""
+    names = programs_in(rows)
+    return [
+        SHAPE,
+        *of_programs(names, "forward TFLOP/s", of("{}", "fwd_tflops"), 0),
+        *of_programs(names, "backward TFLOP/s", of("{}", "bwd_tflops"), 0),
+        *of_programs(names, "saved MiB", of("{}", "saved_MiB"), 0),
+        *of_programs(names, "peak MiB", of("{}", "peak_MiB"), 0),
+    ]
+
+
+def granularity_entries(rows: Rows) -> list[Entry]:
+    """SonicMoE's Figure 1."""
+    names = programs_in(rows)
+    others = [name for name in names if name != "bmm_ub"]
+    return [
+        SHAPE,
+        ("d / n", "cfg.d / cfg.n", 0),
+        *of_programs(names, "saved MiB", of("{}", "saved_MiB"), 0),
+        *of_programs(others, "speed of the bmm bound's, forward", ratio("bmm_ub", "{}", "fwd_ms")),
+    ]
+
+
+OF_PROGRAMS = {
+    "layer": Table("layer", layer_entries, layer_note, layer_rows, PEERS),
+    "eager": Table("layer", eager_entries, "", layer_rows, PEERS, host_note),
+    "memory": Table("layer", memory_entries, memory_note, layer_rows, PEERS),
+    "paper_layers": paper.Programs(
+        "paper/sonicmoe-layers",
+        sonicmoe_entries,
+        rows=paper.with_speeds,
+        picture="![SonicMoE, Figures 5 and 6a](paper_sonicmoe.png)",
+    ),
+    "paper_granularity": paper.Programs("paper/sonicmoe-layers", granularity_entries, rows=paper.granularity),
 }
 
 
@@ -170,10 +195,10 @@ def layer_claim(rows: Rows) -> str:
     """On how many shapes the experts are faster than SonicMoE's, one tiny layer apart, and at what peak; one sentence."""
     parts = []
     for what, group in by_layer(rows).items():
-        times = values(group, over("sonic", OURS, "gpu_fwdbwd_ms"))
+        times = values(group, ratio("sonic", OURS, "gpu_fwdbwd_ms"))
         ahead = sum(time > 1 + EVEN for time in times)
         parts.append(f"on {ahead} of {len(times)} {what}, {mean_and_span(times, ' times')}")
-    peaks = values(rows, over(OURS, "sonic", "peak_fwdbwd_MiB"))
+    peaks = values(rows, ratio(OURS, "sonic", "peak_fwdbwd_MiB"))
     faster = f"faster by more than 2 % than SonicMoE's {', and '.join(parts)}"
     return f"{faster}, at {number(geometric_mean(peaks))} of its peak memory {span(peaks)}"
 
@@ -182,8 +207,8 @@ def torch_backward(rows: Rows) -> str:
     """How long torch grouped_mm's backward takes, in times its forward, by experts a token; part of a sentence."""
     found: dict[bool, list[float]] = {True: [], False: []}
     for row in rows:
-        figures = row["peers"]["torch_grouped"]
-        found[row["cfg"]["K"] in (2, 4)].append(backward_ms(figures) / forward_ms(figures))
+        figures = row["programs"]["torch_grouped"]
+        found[row["cfg"]["K"] in (2, 4)].append(figures["gpu_bwd_ms"] / figures["gpu_fwd_ms"])
     few, others = map(least_to_most, found.values())
     said = f"{few} times as long as its forward with 2 or 4 experts a token, and {others} times with other numbers"
     return said if all(found.values()) else ""
@@ -252,14 +277,10 @@ def batch(rows: Rows) -> str:
     return f"{said}; {origin(rows, 'torch')}"
 
 
-def four_million(record: Record) -> Rows:
-    return [record[name] for name in ("four_million_tokens",) if name in record]
-
-
 OF_EXPERTS = {
-    "layer_claim": Sentence("layer", layer_claim, having("peers.sonic")),
-    "torch_backward": Sentence("layer", torch_backward, having("peers.torch_grouped")),
-    "many_tokens": Sentence("layer", many_tokens, four_million),
+    "layer_claim": Sentence("layer", layer_claim, having("programs.sonic", layer_rows)),
+    "torch_backward": Sentence("layer", torch_backward, having("programs.torch_grouped", layer_rows)),
+    "many_tokens": Sentence("layer", many_tokens, "four_million_tokens"),
     "gather_cost": Sentence("products", gather_cost, having("gathered_to_plain_speed")),
     "experts_growth": Sentence("dispatch", experts_growth, fewest_and_most),
     "experts_longer": Sentence("layer module", experts_longer, with_whole_layer),
@@ -285,9 +306,7 @@ TABLES: dict[str, Made] = {
     "block_layers": ("blocksparse", block_layers_table),
     "rank_memory": ("distributed", rank_memory_table),
     **training_tables.TRAINING | fp8_tables.TABLES,
-    **placed(
-        EXPERTS, module_tables.TABLES_OF_LAYERS, cost_tables.TABLES, tables.TABLES, paper.TABLES, steps_tables.TABLES
-    ),
+    **placed(OF_PROGRAMS, module_tables.TABLES_OF_LAYERS, cost_tables.TABLES, tables.TABLES, paper.TABLES),
     **placed(models.TABLES, headline_tables.TABLES),
 }
 SENTENCES: dict[str, Made] = {
@@ -296,7 +315,7 @@ SENTENCES: dict[str, Made] = {
     "exchange_share": ("distributed", exchange_share),
     **training_tables.TRAINING_CLAIMS | fp8_tables.SENTENCES,
     **placed(OF_EXPERTS, module_tables.SENTENCES, cost_tables.SENTENCES, review_tables.SENTENCES),
-    **placed(steps_tables.SENTENCES, models.SENTENCES, headline_tables.SENTENCES),
+    **placed(models.SENTENCES, headline_tables.SENTENCES),
 }
 MARKED = re.compile(r"<!-- results:(?P<name>\S+) -->.*?<!-- /results:(?P=name) -->", flags=re.DOTALL)
 

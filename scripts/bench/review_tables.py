@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from blazeproto import cost
 from blazeproto.gemm import Sizes
 from scripts.bench.common import geometric_mean
-from scripts.bench.markdown import Rows, least_to_most, number, span, values
+from scripts.bench.markdown import Rows, Sentence, having, least_to_most, number, plainly, span, values
 from scripts.bench.module_tables import sizes_of
-from scripts.bench.render import Sentence, having, plainly
+from scripts.bench.paper.tables import FIELDS, POLICIES, activations_of, longer, predicted_longer, ratio
 
 KINDS = ("zipf", "half_on_one")  # of skewed routings
 HALVES = {"gelu": 1, "swiglu": 2}
@@ -76,10 +79,52 @@ def recompute_claim(rows: Rows) -> str:
     )
 
 
+def with_programs(*names: str) -> Any:
+    """The rows of a record that have these programs."""
+    return lambda record: [row for row in record["rows"] if {*names} <= row["programs"].keys()]
+
+
+def waterfall_claim(rows: Rows) -> str:
+    """The time that the steps save, together and each, part of a sentence."""
+    parts = {
+        "all steps from plain torch": ("plain", "minimal"),
+        "fused kernels instead of blocks": ("blocks", "copies"),
+        "tokens by index": ("copies", "sort"),
+        "dispatch by tiles": ("sort", "tiled"),
+        "act again": ("tiled", "minimal"),
+    }
+    said = []
+    for what, steps in parts.items():
+        time, kept = (least_to_most(values(rows, ratio(*steps, field))) for field in FIELDS)
+        said.append(f"{what} {time} in time and {kept} in bytes")
+    return f"before over after on {len(rows)} layers: {'; '.join(said)}"
+
+
+def policies_claim(rows: Rows) -> str:
+    """How much longer the policies take than "minimal", measured and predicted, part of a sentence."""
+    said = []
+    for policy in POLICIES[1:]:
+        measured, predicted = (
+            least_to_most(values(rows, source)) for source in (longer(policy), partial(predicted_longer, policy))
+        )
+        said.append(f'"{policy}" takes {measured} times the time of "minimal" (predicted: {predicted})')
+    return ", ".join(said)
+
+
+def activations_claim(lines: Rows) -> str:
+    """How long the slowest activation takes beside SwiGLU or SiLU, part of a sentence."""
+    times = least_to_most(values(lines, "fwdbwd_ms / base_ms"))
+    activations = len({line["program"] for line in lines})
+    return f"{activations} activations take {times} times the time of SwiGLU, or of SiLU where they have no gate"
+
+
 SENTENCES = {
     "skew_claim": Sentence("layer", skew_claim, "skew"),
     "dispatch_claim": Sentence("dispatch", dispatch_claim),
     "megablocks_claim": Sentence("blocksparse", megablocks_claim, having("megablocks_saved_MiB")),
     "memory_split": Sentence("blocksparse", memory_split, having("megablocks_saved_MiB")),
     "recompute_claim": Sentence("module", recompute_claim, note=plainly),
+    "waterfall_claim": Sentence("paper/waterfall", waterfall_claim, with_programs("plain", "minimal")),
+    "policies_claim": Sentence("paper/policies", policies_claim, with_programs(*POLICIES)),
+    "activations_claim": Sentence("paper/activations", activations_claim, activations_of),
 }

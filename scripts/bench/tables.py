@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from blazeproto.gemm.recipe import FP8
 from scripts.bench.distributed_tables import dispatcher, over_one_gpu
-from scripts.bench.markdown import LABELS, OURS, Record, Source, number, plain_shape, shape_of
-from scripts.bench.render import Entry, Table
+from scripts.bench.markdown import LABELS, OURS, Entry, Record, Source, Table, number, plain_shape, shape_of
 
 SHAPE: Entry = ("T, d, n, E, K", plain_shape)
 LAYER_PACKAGES = ("torch", "sonic-moe", "quack-kernels")

@@ -14,7 +14,7 @@ import torch
 from matplotlib.figure import Figure
 
 from scripts import train_lm
-from scripts.bench import render, running
+from scripts.bench import markdown, running
 from scripts.bench import training_tables as tables
 from scripts.bench.common import read_json
 from scripts.bench.identity import earlier
@@ -123,7 +123,7 @@ def test_seeds_stand_apart_in_the_tables() -> None:
         made_up("dense", 1, [2.1] * 510, 20.0),
     ]
     found = tables.groups({"rows": rows}, "accuracy")
-    columns = render.columns(tables.TABLES["accuracy"].entries)  # type: ignore[arg-type]
+    columns = markdown.columns(tables.TABLES["accuracy"].entries)  # type: ignore[arg-type]
     cells = {run: [cell(tables.line_of(run, found)) for _, cell in columns] for run in found}
     ours, dense = cells["ours"], cells["dense"]
     # Means of 1.5 - 1.0 and 2.0 - 2.5; the largest difference is of the first seed's first losses: 4 over 1.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from blazeproto import cost
 from blazeproto.gemm import Sizes
-from scripts.bench import common, headline_tables, peers, plot_results, render, result_tables, running, timing
+from scripts.bench import common, headline_tables, markdown, peers, plot_results, result_tables, running, timing
 from scripts.bench.identity import earlier
 from scripts.bench.models import __main__ as models
 from scripts.bench.models import apart, layers, megablocks, programs, shapes, tables
@@ -367,7 +367,7 @@ def test_figure_10_has_errors_and_what_is_printed(monkeypatch: pytest.MonkeyPatc
     assert row["programs"]["blazeproto"]["fwd_ms"] == pytest.approx(1.1)
     assert row["programs"]["sequential"] == {"fwd_ms": 20.0, "deviation_ms": 14.14214, "rounds_ms": [10.0, 30.0]}
     entries = tables.TABLES["models_figure_10"].entries
-    cells = [cell(row | {"of": {}}) for _, cell in render.columns(entries)]  # type: ignore[arg-type]
+    cells = [cell(row | {"of": {}}) for _, cell in markdown.columns(entries)]  # type: ignore[arg-type]
     assert cells == ["2", "1.100 ± 0.141", "2.000 ± 0.000", "20.000 ± 14.142", "10.00", "1.15", "18.18"]
     assert [case.shape.E for case in models.ITEMS["figure_10"].cases] == [2, 4, 8, 16, 32, 64, 128]
     assert models.ITEMS["figure_10"].rounds == 5

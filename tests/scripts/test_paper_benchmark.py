@@ -18,7 +18,7 @@ from blazeproto.lab.times import Call
 from scripts.bench import common, peers, plot_results, running, timing
 from scripts.bench.identity import earlier
 from scripts.bench.paper import __main__ as paper
-from scripts.bench.paper import cells, kernels, layers, printed, steps_tables, tables
+from scripts.bench.paper import kernels, layers, printed, tables
 from scripts.bench.paper.layers import Case
 from scripts.bench.peers import layers as programs
 from scripts.bench.result_tables import fill
@@ -58,12 +58,12 @@ def test_the_tables_of_the_page_are_made_of_the_files(measured: Path) -> None:
 
 
 def test_the_plots_are_drawn(measured: Path, tmp_path: Path) -> None:
-    drawn = {name: picture for name, picture in plot_results.PICTURES.items() if picture.file.startswith("paper/")}
-    pictured = {made.picture for made in (tables.TABLES | steps_tables.TABLES).values()} - {""}
-    assert {*drawn} == {picture.rpartition("(")[2].rstrip(")") for picture in pictured}
-    for name, picture in drawn.items():
-        picture.save(record_of(measured.parent, picture.file), tmp_path / name)
-        assert (tmp_path / name).stat().st_size > 5000
+    pages = "".join(page.read_text() for page in plot_results.DOCS.glob("*.md"))
+    for name, picture in plot_results.PICTURES.items():
+        assert f"]({name})" in pages or f"](docs/{name})" in (plot_results.REPOSITORY / "README.md").read_text()
+        if picture.file.startswith("paper/"):
+            picture.save(record_of(measured.parent, picture.file), tmp_path / name)
+            assert (tmp_path / name).stat().st_size > 5000
 
 
 @pytest.mark.gpu
@@ -189,13 +189,13 @@ def test_floors_are_of_the_gpu_that_a_row_is_of() -> None:
 
     (h100, h200) = (row_of(f"NVIDIA {name}, driver 580.159.04") for name in ("H100 80GB HBM3", "H200"))
     for row, name in ((h100, "H100"), (h200, "H200")):
-        assert cells.gpu_of(row) == name
-        assert cells.floor(row, cells.experts_ms) == sum(cost.layer_floor_ms(Sizes(**cfg), name))
+        assert tables.gpu_of(row) == name
+        assert tables.floor(row, tables.experts_ms) == sum(cost.layer_floor_ms(Sizes(**cfg), name))
     for other in ("none", "NVIDIA A100-SXM4-80GB, driver 1", "NVIDIA GH200 480GB, driver 1"):
-        assert cells.floor(row_of(other), cells.experts_ms) is None
+        assert tables.floor(row_of(other), tables.experts_ms) is None
     y, d_out, scores = 2 * 4 * 32768 * 4096, 2 * 32768 * 4096, 4 * 4 * 32768
-    assert cells.floor(h100, tables.dot_ms) == pytest.approx((y + d_out + scores) / 3.35e9)
-    assert cells.floor(h200, tables.dispatch_ms) == cost.floor_ms(0.0, cost.dispatch_bytes(4 * 32768))
+    assert tables.floor(h100, tables.dot_ms) == pytest.approx((y + d_out + scores) / 3.35e9)
+    assert tables.floor(h200, tables.dispatch_ms) == cost.floor_ms(0.0, cost.dispatch_bytes(4 * 32768))
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,12 @@ from matplotlib.figure import Figure
 from blazeproto import cost
 from blazeproto.activations import ACTIVATIONS
 from blazeproto.gemm import Sizes
-from scripts.bench import peers
+from scripts.bench import peers, plot_results, review_tables
 from scripts.bench.common import read_json
 from scripts.bench.markdown import NOT_MEASURED
 from scripts.bench.paper import __main__ as paper
-from scripts.bench.paper import layers, steps_tables
+from scripts.bench.paper import layers, tables
 from scripts.bench.peers import layers as programs
-from scripts.bench.plot_results import DOCS
 from scripts.bench.result_tables import fill
 from scripts.bench.timing import relative_difference, saved_bytes
 
@@ -36,30 +35,30 @@ def record_of(folder: Path, name: str) -> dict[str, Any]:
 
 def test_the_page_s_tables_and_sentences_are_made_of_the_files(measured: Path) -> None:
     for page in ("results.md", "review.md"):
-        text = (DOCS / page).read_text()
+        text = (plot_results.DOCS / page).read_text()
         filled = fill(text, measured.parent)
         assert filled != text and fill(filled, measured.parent) == filled
         assert "scripts.bench.paper" not in filled
     for name in NAMES:
-        claim = steps_tables.SENTENCES[f"{name}_claim"]
+        claim = review_tables.SENTENCES[f"{name}_claim"]
         assert claim(record_of(measured, name)) != NOT_MEASURED == claim({"rows": []})
 
 
 def test_every_step_and_every_activation_is_there(measured: Path) -> None:
     (row,) = record_of(measured, "waterfall")["rows"]
-    assert [*row["programs"]] == [*steps_tables.STEPS] and [*row["absent"]] == ["mb_sparse"]
-    lines = steps_tables.steps_of({"rows": [row]})
+    assert [*row["programs"]] == [*tables.STEPS] and [*row["absent"]] == ["mb_sparse"]
+    lines = tables.steps_of({"rows": [row]})
     less = {line["program"]: line.get("less_saved_MiB") for line in lines}
     saved = {name: each["saved_MiB"] for name, each in row["programs"].items()}
     assert less["plain"] is None and less["recompute"] == saved["minimal"] - saved["recompute"] > 0
-    found = [line["program"] for line in steps_tables.activations_of(record_of(measured, "activations"))]
+    found = [line["program"] for line in tables.activations_of(record_of(measured, "activations"))]
     assert sorted(found) == sorted(ACTIVATIONS)
 
 
 def test_plots_are_drawn(measured: Path, tmp_path: Path) -> None:
     for name in ("waterfall", "policies"):
         figure = Figure()
-        getattr(steps_tables, f"plot_{name}")(figure, record_of(measured, name))
+        getattr(plot_results, f"plot_{name}")(figure, record_of(measured, name))
         figure.savefig(tmp_path / f"{name}.png")
         assert figure.axes[0].patches or len(figure.axes[0].lines) == 4
 
@@ -86,15 +85,13 @@ def test_each_step_computes_the_layer_and_keeps_what_it_says() -> None:
 def test_policies_are_predicted_of_the_experts_steps() -> None:
     row = {"cfg": {"T": 32768, "d": 2048, "n": 768, "E": 128, "K": 8}, "of": {"gpu": "NVIDIA H100 80GB HBM3"}}
     sizes = Sizes(**row["cfg"])
-    of_h200, elsewhere = (
-        steps_tables.predicted_ms("minimal", row | {"of": {"gpu": gpu}}) for gpu in ("NVIDIA H200", "none")
-    )
-    assert steps_tables.predicted_ms("minimal", row) > of_h200 == elsewhere
+    of_h200, elsewhere = (tables.predicted_ms("minimal", row | {"of": {"gpu": gpu}}) for gpu in ("NVIDIA H200", "none"))
+    assert tables.predicted_ms("minimal", row) > of_h200 == elsewhere
     again = cost.predicted_product_ms("up_forward", sizes, "H100")
-    more = steps_tables.predicted_ms("recompute", row) - steps_tables.predicted_ms("minimal", row)
-    assert more == pytest.approx(again) and steps_tables.predicted_longer("paper", row) == 1.0
+    more = tables.predicted_ms("recompute", row) - tables.predicted_ms("minimal", row)
+    assert more == pytest.approx(again) and tables.predicted_longer("paper", row) == 1.0
     whole = sum(cost.predicted_layer_ms(sizes, gpu="H100"))
-    assert 0.8 * whole < steps_tables.predicted_ms("minimal", row) < whole
+    assert 0.8 * whole < tables.predicted_ms("minimal", row) < whole
 
 
 def test_cases_go_over_tokens_and_widths() -> None:

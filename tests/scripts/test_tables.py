@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scripts.bench import render, result_tables, training_tables
+from scripts.bench import markdown, result_tables, training_tables
 from scripts.bench.markdown import NOT_MEASURED
 from scripts.bench.tables import TABLES
 
@@ -36,11 +36,9 @@ def test_a_peak_over_several_gpus_is_beside_that_of_one() -> None:
 
 
 def test_ours_and_peers_have_a_column_each() -> None:
-    columns = render.columns(
-        result_tables.of_peers(["blazeproto", "sonic"], "forward ms", lambda figures: figures["ms"])
-    )
+    columns = markdown.columns(result_tables.of_programs(["blazeproto", "sonic"], "forward ms", "programs.{}.ms"))
     assert [head for head, _ in columns] == ["forward ms: ours", "SonicMoE"]
-    row: dict[str, Any] = {"peers": {"blazeproto": {"ms": 1.5}}}
+    row: dict[str, Any] = {"programs": {"blazeproto": {"ms": 1.5}}}
     assert [cell(row) for _, cell in columns] == ["1.50", "–"]
 
 

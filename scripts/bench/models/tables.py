@@ -8,11 +8,20 @@ from functools import partial
 
 from blazeproto import cost
 from blazeproto.gemm import Sizes
-from scripts.bench.markdown import LABELS, OURS, Record, Rows, mean_and_span, number, plain_shape, values
+from scripts.bench.markdown import (
+    LABELS,
+    OURS,
+    Entry,
+    Record,
+    Rows,
+    Sentence,
+    mean_and_span,
+    number,
+    plain_shape,
+    values,
+)
 from scripts.bench.module_tables import standing
-from scripts.bench.paper.cells import SHAPE, experts_ms, floor, of, ratio
-from scripts.bench.paper.tables import BesideFloor, Programs
-from scripts.bench.render import Entry, Sentence
+from scripts.bench.paper.tables import SHAPE, BesideFloor, Programs, experts_ms, floor, of, ratio
 
 RUNS = 3  # of a model, of which the headline is the median
 MODEL: Entry = ("model", "label")

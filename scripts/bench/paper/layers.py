@@ -143,7 +143,7 @@ def on_copies(shape: Sizes, inputs: LayerInputs) -> Program:
 
 
 def waterfall(case: Case, machine: Machine) -> Row:
-    """A program for each of `steps_tables.STEPS`, and MegaBlocks' own layer if it is wanted.
+    """A program for each of `tables.STEPS`, and MegaBlocks' own layer if it is wanted.
 
     Sums of kernels, since a host that waits can't be captured.
     """

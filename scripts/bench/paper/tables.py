@@ -1,32 +1,100 @@
-"""The papers' tables as docs/papers.md has them: what was measured beside what is printed."""
+"""The papers' tables as docs/papers.md has them, what was measured beside what is printed, and what a review asks of a layer.
+
+Rows and values of programs' figures are shared with the tables of models and the headline.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
 from blazeproto import cost
-from blazeproto.gemm import Sizes
-from scripts.bench.markdown import LABELS, OURS, Record, Rows, least_to_most, look_up, number, values
-from scripts.bench.paper import printed
-from scripts.bench.paper.cells import (
-    ACTIVATION,
-    LABEL,
-    SHAPE,
-    by_program,
-    experts_ms,
-    floor,
-    gpu_of,
-    of,
-    of_programs,
-    programs_in,
-    ratio,
-    with_speeds,
+from blazeproto.activations import activation_named
+from blazeproto.autograd import SavePolicy
+from blazeproto.gemm import PRODUCTS, Sizes
+from scripts.bench.markdown import (
+    LABELS,
+    OURS,
+    Entry,
+    Record,
+    Rows,
+    Table,
+    least_to_most,
+    look_up,
+    number,
+    plain_shape,
+    values,
 )
-from scripts.bench.render import Entry, Table
+from scripts.bench.module_tables import sizes_of
+from scripts.bench.paper import printed
+
+# ---------------------------------------------------------------------------------------------------- programs' figures
+
+SHAPE: Entry = ("T, d, n, E, K", plain_shape)
+LABEL: Entry = ("", "label")
+ACTIVATION: Entry = ("activation", "activation")
+
+
+def of(program: str, field: str) -> str:
+    """The place of a program's figure in a row."""
+    return f"programs.{program}.{field}"
+
+
+def ratio(over: str, under: str, field: str) -> str:
+    """One program's figure over another's."""
+    return f"{of(over, field)} / {of(under, field)}"
+
+
+def programs_in(rows: Rows) -> list[str]:
+    """Those of LABELS that some row has."""
+    return [name for name in LABELS if any(name in row["programs"] for row in rows)]
+
+
+def by_program(record: Record) -> Rows:
+    """A row for each program of each row."""
+    return [
+        {key: row[key] for key in ("cfg", "activation", "label", "of")} | {"program": name} | each
+        for row in record["rows"]
+        for name, each in row["programs"].items()
+    ]
+
+
+def with_speeds(record: Record) -> Rows:
+    """The rows, each program with the ms of its backward alone, and with the TFLOP/s of a SwiGLU layer: 6 T K n d operations
+    forward ("fwd_tflops"), 12 T K n d backward."""
+
+    def more(row: Record, figures: Record) -> Record:
+        operations = 6e-9 * math.prod(row["cfg"][key] for key in "TKnd")
+        forward, backward = figures["fwd_ms"], (figures["fwdbwd_ms"] - figures["fwd_ms"]) or math.nan
+        speeds = {"fwd_tflops": operations / forward, "bwd_tflops": 2 * operations / backward}
+        return figures | speeds | {"bwd_ms": backward}
+
+    return [
+        row | {"programs": {name: more(row, figures) for name, figures in row["programs"].items()}}
+        for row in record["rows"]
+    ]
+
+
+def gpu_of(row: Record) -> str | None:
+    """The name in `blazeproto.cost.GPUS` of what a row was measured on; None where it isn't there, as a CPU."""
+    return cost.known_gpu(row["of"]["gpu"])
+
+
+def floor(row: Record, least_ms: Callable[[Sizes, str], float]) -> float | None:
+    """The floor by ``least_ms`` of a row's sizes on its GPU; None for a GPU without rates."""
+    gpu = gpu_of(row)
+    return None if gpu is None else least_ms(Sizes(**row["cfg"]), gpu)
+
+
+def experts_ms(sizes: Sizes, gpu: str) -> float:
+    """The floor of a layer's experts, forward and backward."""
+    return sum(cost.layer_floor_ms(sizes, gpu))
+
 
 # -------------------------------------------------------------------------------------------- what stands below a table
 
@@ -116,32 +184,10 @@ def combine_entries(rows: Rows) -> list[Entry]:
     return [SHAPE, *measured, *gathered]
 
 
-def layers_entries(rows: Rows) -> list[Entry]:
-    names = programs_in(rows)
-    return [
-        SHAPE,
-        *of_programs(names, "forward TFLOP/s", "fwd_tflops", 0),
-        *of_programs(names, "backward TFLOP/s", "bwd_tflops", 0),
-        *of_programs(names, "saved MiB", "saved_MiB", 0),
-        *of_programs(names, "peak MiB", "peak_MiB", 0),
-    ]
-
-
 def granularity(record: Record) -> Rows:
     """Figure 1's four shapes, coarse to fine."""
     rows = [row for row in record["rows"] if (row["cfg"]["T"], row["cfg"]["d"]) == (32768, 4096)]
     return sorted((row for row in rows if row["cfg"]["n"] * row["cfg"]["K"] == 4096), key=lambda row: row["cfg"]["K"])
-
-
-def granularity_entries(rows: Rows) -> list[Entry]:
-    names = programs_in(rows)
-    head = "speed of the bmm bound's, forward"
-    speeds: list[Entry] = [
-        (f"{head}: ours" if name == OURS else LABELS[name], ratio("bmm_ub", name, "fwd_ms"))
-        for name in names
-        if name != "bmm_ub"
-    ]
-    return [SHAPE, ("d / n", "cfg.d / cfg.n", 0), *of_programs(names, "saved MiB", "saved_MiB", 0), *speeds]
 
 
 def claims(record: Record) -> Rows:
@@ -215,6 +261,71 @@ def of_routings(head: str, field: str) -> list[Entry]:
 def printed_gain(row: Record) -> str:
     found = printed.ROUNDING_GAIN.get((row["label"], row["cfg"]["E"]))
     return ", ".join(number(each, 3) for each in found) if found else number(None)
+
+
+# -------------------------------------------------------------------------- steps, policies and activations of a layer
+
+STEPS = {
+    "plain": "torch, an expert after the other; sort",
+    "blocks": "block-sparse kernels (MegaBlocks' formulation)",
+    "copies": "grouped kernels with the activation inside, on copied tokens; sort",
+    "sort": "tokens read by index",
+    "tiled": "dispatch by tiles",
+    "minimal": "act computed again in backward: ours",
+    "fused": "beyond: experts summed inside the products (`fused_both`)",
+    "recompute": 'beyond: the up projection again, `save="recompute"`',
+}
+"""What each program of the waterfall exchanges of the one before; the last two each of "minimal"."""
+
+POLICIES = tuple(policy.value for policy in SavePolicy)
+BEFORE = {name: before for before, name in zip(STEPS, [*STEPS][1:], strict=False)} | {"recompute": "minimal"}
+"""What each step of the waterfall is compared with."""
+FIELDS = {"fwdbwd_ms": "ms", "saved_MiB": "MiB"}
+
+
+def steps_of(record: Record) -> Rows:
+    """A row for each program of the waterfall, in the order of the steps, with what it saves over the step before."""
+    made = []
+    for row in record["rows"]:
+        found = {line["program"]: line for line in by_program({"rows": [row]})}
+        for name in [name for name in ("mb_sparse", *STEPS) if name in found]:
+            before = found.get(BEFORE.get(name, ""), {})
+            saves = {f"less_{field}": before[field] - found[name][field] for field in FIELDS if field in before}
+            made.append(found[name] | saves)
+    return made
+
+
+def predicted_ms(policy: str, row: Record) -> float:
+    """Forward + backward of the experts and their dispatch, predicted of a row's GPU; of an H200 where that has no rates."""
+    sizes, known = sizes_of(row), {*PRODUCTS, "dispatch"}
+    steps = [work for work in cost.layer_work(sizes, policy) if work.name.removesuffix(" again") in known]
+    return sum(cost.predicted_work_ms(work, sizes, gpu_of(row) or "H200") for work in steps)
+
+
+def predicted_longer(policy: str, row: Record) -> float:
+    """A policy's time over "minimal"'s."""
+    return predicted_ms(policy, row) / predicted_ms("minimal", row)
+
+
+def longer(policy: str) -> str:
+    return ratio(policy, "minimal", "fwdbwd_ms")
+
+
+def activations_of(record: Record) -> Rows:
+    """A row for each activation, with the time of SwiGLU, or of SiLU for those without a gate."""
+    return [
+        line | {"base_ms": look_up(row, of(row["activation"], "fwdbwd_ms"))}
+        for row in record["rows"]
+        for line in by_program({"rows": [row]})
+    ]
+
+
+def beside_prediction(policy: str) -> list[Entry]:
+    return [(f"{policy}: ms", of(policy, "fwdbwd_ms")), ("predicted", partial(predicted_ms, policy))]
+
+
+def longer_beside_prediction(policy: str) -> list[Entry]:
+    return [(f"{policy} / minimal", longer(policy), 3), ("predicted", partial(predicted_longer, policy), 3)]
 
 
 # ---------------------------------------------------------------------------------------------------------- the tables
@@ -321,13 +432,6 @@ TABLES = {
         ],
     ),
     "paper_combine": Programs("paper/combine", combine_entries),
-    "paper_layers": Programs(
-        "paper/sonicmoe-layers",
-        layers_entries,
-        rows=with_speeds,
-        picture="![SonicMoE, Figures 5 and 6a](paper_sonicmoe.png)",
-    ),
-    "paper_granularity": Programs("paper/sonicmoe-layers", granularity_entries, rows=granularity),
     "paper_claims": Programs(
         "paper/sonicmoe-layers",
         [("", "said"), ("printed of SonicMoE", "printed"), ("SonicMoE here", "sonic"), ("ours", "ours")],
@@ -387,6 +491,49 @@ TABLES = {
             ("saved MiB", "saved_MiB", 0),
             ("with Y", lambda row: row["saved_MiB"] + row["y_MiB"], 0),
         ],
+    ),
+    "paper_waterfall": Programs(
+        "paper/waterfall",
+        [
+            SHAPE,
+            ("", lambda row: STEPS.get(row["program"]) or LABELS[row["program"]]),
+            ("forward ms", "fwd_ms"),
+            ("forward + backward ms", "fwdbwd_ms"),
+            ("less than before, ms", "less_fwdbwd_ms"),
+            ("saved MiB", "saved_MiB", 0),
+            ("less, MiB", "less_saved_MiB", 0),
+            ("peak MiB", "peak_MiB", 0),
+        ],
+        "Sums of kernel durations.",
+        steps_of,
+        picture="![What each step saves](waterfall.png)",
+    ),
+    "paper_policies": Programs(
+        "paper/policies",
+        [
+            ("over", "label"),
+            SHAPE,
+            *chain.from_iterable(map(beside_prediction, POLICIES)),
+            *chain.from_iterable(map(longer_beside_prediction, POLICIES[1:])),
+            *((f"saved MiB: {policy}", of(policy, "saved_MiB"), 0) for policy in POLICIES),
+            *((f"peak MiB: {policy}", of(policy, "peak_MiB"), 0) for policy in POLICIES),
+        ],
+        "The experts alone, forward + backward.",
+        picture="![Save policies over T and n](policies.png)",
+    ),
+    "paper_activations": Programs(
+        "paper/activations",
+        [
+            SHAPE,
+            ("activation", "program"),
+            ("gate", lambda row: "yes" if activation_named(row["program"]).gated else "no"),
+            ("forward ms", "fwd_ms"),
+            ("forward + backward ms", "fwdbwd_ms"),
+            ("over SwiGLU's, or SiLU's", "fwdbwd_ms / base_ms", 3),
+            ("saved MiB", "saved_MiB", 0),
+            ("peak MiB", "peak_MiB", 0),
+        ],
+        rows=activations_of,
     ),
 }
 """By the name of a marker, as `scripts.bench.tables.TABLES`."""
