@@ -163,18 +163,18 @@ def test_quack_s_products_are_laid_out_as_ours(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_process_of_its_own_leaves_a_row_and_results(tmp_path: Path) -> None:
     spec = {"program": "blazeproto", "cfg": common.cfg_of(SMALL), "device": "cpu", "rounds": 1}
-    command = [sys.executable, "-m", "scripts.bench.models.apart", json.dumps(spec), str(tmp_path)]
+    command = [sys.executable, "-c", apart.CHILD, json.dumps(spec), str(tmp_path)]
     subprocess.run(command, cwd=common.REPOSITORY, env=apart.environment("blazeproto"), check=True, timeout=120)
     row = json.loads((tmp_path / "row.json").read_text())
     assert row["fwdbwd_ms"] > 0 and row["launched"] == {} and "absent" not in row
     kept = torch.load(tmp_path / "results.pt")
-    again = apart.layer("blazeproto", SMALL, "cpu").results
+    again = apart.layer("blazeproto", SMALL, "cpu")[1]
     assert all(relative_difference(kept[name], again[name]) == 0 for name in ("out", "x_grad"))
 
 
 @pytest.mark.usefixtures("sonic_stub")
 def test_sonicmoe_by_process_is_made_in_bf16_of_our_weights() -> None:
-    made, ours = (apart.layer(name, SMALL, "cpu").results for name in ("sonic", "blazeproto"))
+    made, ours = (apart.layer(name, SMALL, "cpu")[1] for name in ("sonic", "blazeproto"))
     assert torch.get_default_dtype() == torch.float32
     assert apart.differences(made, ours)["out"] < 0.02
     dtypes: list[torch.dtype] = []
@@ -227,7 +227,7 @@ def test_on_a_gpu_kernels_are_timed_in_turn_part_by_part(monkeypatch: pytest.Mon
 def test_processes_take_turns_and_their_kernels_are_the_row_s(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
-    def in_process(spec: dict[str, Any], folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def in_process(spec: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
         name = spec["program"]
         ran.append(name)
         kernels = {f"identity of {name}": {"a": "description"}}

@@ -2,7 +2,6 @@
 other libraries than those that are installed.
 
     BENCH_PEERS=FOLDER python -m scripts.bench.models quack     # FOLDER: what `pip install --target` made, for OTHERS alone
-    python -m scripts.bench.models.apart SPEC FOLDER            # what a parent calls: one program, its row into the folder
 
 A process makes its program on inputs from one seed, times it, and leaves part of what it computed, by which the parent compares.
 """
@@ -17,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,6 @@ from scripts.bench.peers import Build, LayerInputs
 from scripts.bench.peers.layers import gate_then_up, interleave_gate_up
 from scripts.bench.peers.modules import AUX_LOSS, LARGEST_DIFFERENCE, ModuleProgram, row_differences
 from scripts.bench.timing import Machine, Row
-from scripts.command import argument_parser
 
 PASSES = 2  # of each program
 SECONDS = 420  # that a process may take: Liger's first one compiles 240 Triton kernels, one after the other
@@ -46,11 +44,10 @@ OTHERS = ("liger", "quack")  # SonicMoE has the QuACK that it has in the other r
 SETTINGS = {"TRITON_CACHE_AUTOTUNING": "1", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:4096"}
 
 
-class Made(NamedTuple):
-    """A program: what is timed, by part, and what it computes, as our program lays it out."""
-
-    calls: dict[str, Call]
-    results: dict[str, Tensor]
+CHILD = "import json, sys; from scripts.bench.models import apart; apart.child(json.loads(sys.argv[1]), sys.argv[2])"
+Made = tuple[
+    dict[str, Call], dict[str, Tensor]
+]  # what is timed, by part, and what it computes, as our program lays it out
 
 
 def layer(name: str, shape: Sizes, device: str) -> Made:
@@ -61,7 +58,7 @@ def layer(name: str, shape: Sizes, device: str) -> Made:
         inputs, build = replace(inputs, **host), partial(in_bf16, build)
     program = build(shape, inputs)
     del inputs
-    return Made(calls_of(program), dict(zip(("out", "x_grad"), step(program), strict=True)))
+    return calls_of(program), dict(zip(("out", "x_grad"), step(program), strict=True))
 
 
 def in_bf16(build: Build, shape: Sizes, inputs: LayerInputs) -> ModuleProgram:
@@ -88,8 +85,7 @@ def our_products(shape: Sizes, device: str) -> Made:
         x, up, down, d_out = (each.float() for each in (x, up, down, d_out))
     h, act = gemm.up_forward(x, up, dispatch)
     backward = partial(gemm.down_backward_act, d_out, down, h, scores, dispatch)
-    calls: dict[str, Call] = {"up": partial(gemm.up_forward, x, up, dispatch), "dh": backward}
-    return Made(calls, {"act": act, "dh": backward()[0]})
+    return {"up": partial(gemm.up_forward, x, up, dispatch), "dh": backward}, {"act": act, "dh": backward()[0]}
 
 
 def quack_products(shape: Sizes, device: str) -> Made:
@@ -105,11 +101,9 @@ def quack_products(shape: Sizes, device: str) -> Made:
     rows: dict[str, Any] = {"activation": "swiglu", "cu_seqlens_m": offsets, "A_idx": tokens}
     h, act = gemm_gated(x, up, **rows)
 
-    def backward() -> Any:
-        return gemm_dgated(inputs.grad_output, down, h, colvec_scale=by_row, colvec_reduce=True, **rows)
-
+    backward = partial(gemm_dgated, inputs.grad_output, down, h, colvec_scale=by_row, colvec_reduce=True, **rows)
     dh = gate_then_up(backward()[0].t()[None])[0].t()
-    return Made({"up": lambda: gemm_gated(x, up, **rows), "dh": backward}, {"act": act, "dh": dh})
+    return {"up": partial(gemm_gated, x, up, **rows), "dh": backward}, {"act": act, "dh": dh}
 
 
 PRODUCTS = {"our_products": our_products, "quack": quack_products}
@@ -118,21 +112,21 @@ PRODUCTS = {"our_products": our_products, "quack": quack_products}
 # ---------------------------------------------------------------------------------------------------------- a process
 
 
-def child(spec: Row, folder: Path) -> None:
+def child(spec: Row, folder: str) -> None:
     """Measure a program and write its row, or the reason why it is absent, with the kernels that it launched, and part of its
     results."""
-    shape, machine = Sizes(**spec["cfg"]), Machine(spec["device"], spec["rounds"], ())
+    name, shape = spec["program"], Sizes(**spec["cfg"])
+    machine = Machine(spec["device"], spec["rounds"])
     row: Row = {"versions": installed_versions()}
     with launched() as kernels:
         try:
-            build = PRODUCTS.get(spec["program"])
-            made = build(shape, machine.device) if build else layer(spec["program"], shape, machine.device)
-            kept = {name: each[:: max(1, len(each) // ROWS)].cpu() for name, each in made.results.items()}
-            torch.save(kept, folder / "results.pt")
-            row |= figures({spec["program"]: made.calls}, machine)[spec["program"]]
+            calls, results = PRODUCTS.get(name, partial(layer, name))(shape, machine.device)
+            kept = {key: each[:: max(1, len(each) // ROWS)].cpu() for key, each in results.items()}
+            torch.save(kept, Path(folder, "results.pt"))
+            row |= figures({name: calls}, machine)[name]
         except Exception as error:  # noqa: BLE001  whatever a peer raises, the others are measured
             row["absent"] = f"{type(error).__name__}: {str(error)[:200]}"
-    (folder / "row.json").write_text(json.dumps(row | {"launched": kernels}))
+    Path(folder, "row.json").write_text(json.dumps(row | {"launched": kernels}))
 
 
 def environment(program: str) -> dict[str, str]:
@@ -142,20 +136,19 @@ def environment(program: str) -> dict[str, str]:
     return {**SETTINGS, **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
-def in_process(spec: Row, folder: Path) -> tuple[Row, dict[str, Tensor]]:
+def in_process(spec: Row) -> tuple[Row, dict[str, Tensor]]:
     """The row of a process and what it left. On a CPU, where only the form is tried, this process does it."""
-    for left in folder.glob("*"):
-        left.unlink()
-    if spec["device"] == "cpu":
-        child(spec, folder)
-    else:
-        command = [sys.executable, "-m", "scripts.bench.models.apart", json.dumps(spec), str(folder)]
-        try:
-            subprocess.run(command, cwd=REPOSITORY, env=environment(spec["program"]), timeout=SECONDS, check=True)
-        except subprocess.SubprocessError as error:
-            return {"absent": f"{type(error).__name__} in its process", "launched": {}}, {}
-    row: Row = json.loads((folder / "row.json").read_text())
-    return row, {} if "absent" in row else torch.load(folder / "results.pt")
+    with TemporaryDirectory() as folder:
+        if spec["device"] == "cpu":
+            child(spec, folder)
+        else:
+            command, settings = [sys.executable, "-c", CHILD, json.dumps(spec), folder], environment(spec["program"])
+            try:
+                subprocess.run(command, cwd=REPOSITORY, env=settings, timeout=SECONDS, check=True)
+            except subprocess.SubprocessError as error:
+                return {"absent": f"{type(error).__name__} in its process", "launched": {}}, {}
+        row: Row = json.loads(Path(folder, "row.json").read_text())
+        return row, {} if "absent" in row else torch.load(Path(folder, "results.pt"))
 
 
 def measure_apart(
@@ -170,32 +163,32 @@ def measure_apart(
     first, *others = names
     rows: dict[str, list[Row]] = {name: [] for name in names}
     absent: dict[str, str] = {}
-    versions: dict[str, list[str]] = {}
     kernels: Row = {}
     results: dict[str, dict[str, Tensor]] = {}
-    with TemporaryDirectory() as folder:
-        for name in [*others, first] * (passes if machine.device == "cuda" else 1):
-            if name in absent or (name == first and not alone and absent.keys() >= {*others}):
-                continue
-            spec = {"program": name, "cfg": cfg_of(shape), "device": machine.device, "rounds": machine.rounds}
-            row, results[name] = in_process(spec, Path(folder))
-            kernels |= row.pop("launched")
-            if "absent" in row:
-                absent[name] = row["absent"]
-                print(f"  {name} is absent: {absent[name]}", flush=True)
-            else:
-                versions[name] = row.pop("versions")
-                rows[name].append(row)
+    for name in [*others, first] * (passes if machine.on_gpu else 1):
+        if name in absent or (name == first and not alone and absent.keys() >= {*others}):
+            continue
+        spec = {"program": name, "cfg": cfg_of(shape), "device": machine.device, "rounds": machine.rounds}
+        row, results[name] = in_process(spec)
+        kernels |= row["launched"]
+        rows[name].append(row)
+        if "absent" in row:
+            absent[name] = row["absent"]
+            print(f"  {name} is absent: {absent[name]}", flush=True)
     if first in absent:
         raise RuntimeError(absent[first])
-    made = {name: together(each) for name, each in rows.items() if each and name not in absent}
-    difference = {}
-    for name in [name for name in made if name != first]:
-        difference[name] = differences(results[name], results[first])
-        if not all(value < LARGEST_DIFFERENCE for value in difference[name].values()):
-            absent[name] = f"computes something else: {difference.pop(name)}"
-            del made[name]
-    return {"programs": made, "difference": difference, "versions": versions, "absent": absent, "launched": kernels}
+    ran = {name: each for name, each in rows.items() if each and name not in absent}
+    difference = {name: differences(results[name], results[first]) for name in ran if name != first}
+    for name, found in difference.items():
+        if not all(value < LARGEST_DIFFERENCE for value in found.values()):
+            absent[name] = f"computes something else: {found}"
+    return {
+        "programs": {name: together(each) for name, each in ran.items() if name not in absent},
+        "difference": {name: found for name, found in difference.items() if name not in absent},
+        "versions": {name: each[-1]["versions"] for name, each in ran.items()},
+        "absent": absent,
+        "launched": kernels,
+    }
 
 
 def together(rows: Sequence[Row]) -> Row:
@@ -210,15 +203,3 @@ def together(rows: Sequence[Row]) -> Row:
 def differences(theirs: dict[str, Tensor], ours: dict[str, Tensor]) -> dict[str, float]:
     """The median over a result's rows of a row's relative difference, by result."""
     return {key: round(float(row_differences(theirs[key], ours[key]).median()), 6) for key in ours}
-
-
-def main() -> None:
-    parser = argument_parser("scripts.bench.models.apart", __doc__)
-    parser.add_argument("spec", type=json.loads, help="JSON: program, cfg, device, rounds")
-    parser.add_argument("folder", type=Path, help="for row.json and results.pt")
-    options = parser.parse_args()
-    child(options.spec, options.folder)
-
-
-if __name__ == "__main__":
-    main()
