@@ -250,7 +250,6 @@ def test_processes_take_turns_and_their_kernels_are_the_row_s(monkeypatch: pytes
 def test_layers_that_do_not_fit_have_their_own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 139 << 30))
     assert layers.fits(shapes.BY_NAME["Kimi K2"].sizes, 3) and not layers.fits(shapes.BY_NAME["Kimi K2"].sizes, 5)
-    assert layers.weight_bytes(shapes.BY_NAME["Kimi K2"].sizes) == 2 * 3 * 384 * 7168 * 2048
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 79 << 30))
     assert not layers.fits(shapes.BY_NAME["Kimi K2"].sizes, 3)
     called: list[list[str]] = []

@@ -1,5 +1,6 @@
 """Rows of whole layers: the models by name, choices of experts, skewed routings, padding, few tokens."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,12 +18,13 @@ from scripts.bench import peers
 from scripts.bench.common import route
 from scripts.bench.markdown import OURS
 from scripts.bench.models import apart
+from scripts.bench.models.megablocks import train_step, trained_by
 from scripts.bench.models.programs import BUILDS, calls_of, figures
 from scripts.bench.paper.layers import Case
 from scripts.bench.peers.layers import ours
 from scripts.bench.peers.modules import AUX_LOSS, ModuleProgram, agreement, moe, program_of
 from scripts.bench.timing import Machine, Row
-from scripts.lm.model import GPT, Batches, load_data
+from scripts.lm.model import Batches, load_data
 from scripts.lm.settings import GPTConfig
 
 ROOM = 0.9  # of the GPU's memory
@@ -45,14 +47,11 @@ ZIPF = 1.2  # as in `common.route`
 # ------------------------------------------------------------------------------------------------------ models by name
 
 
-def weight_bytes(shape: Sizes) -> int:
-    return 2 * shape.E * shape.d * (shape.h + shape.n)
-
-
 def fits(shape: Sizes, sets: int) -> bool:
     """Whether ``sets`` sets of a layer's weights, and what the peers' forward and backward need, go into this GPU's memory."""
+    weights = 2 * shape.E * shape.d * (shape.h + shape.n)
     activations = 2 * shape.rows * (6 * shape.d + 4 * shape.h)
-    return sets * weight_bytes(shape) + activations < ROOM * torch.cuda.mem_get_info()[1]
+    return sets * weights + activations < ROOM * torch.cuda.mem_get_info()[1]
 
 
 def models(case: Case, machine: Machine) -> Row:
@@ -62,9 +61,8 @@ def models(case: Case, machine: Machine) -> Row:
     shape, names = case.shape, [OURS, *machine.peers]
     # The weights, SonicMoE's copy of them, and one program's gradients.
     sets = 3 if "sonic" in names else 2
-    if not machine.on_gpu or fits(shape, sets):
-        return beside(shape, names, machine)
-    return apart.measure_apart(names, shape, machine)
+    together = not machine.on_gpu or fits(shape, sets)
+    return beside(shape, names, machine) if together else apart.measure_apart(names, shape, machine)
 
 
 def beside(shape: Sizes, names: Sequence[str], machine: Machine) -> Row:
@@ -160,33 +158,20 @@ BATCH = {"cuda": 64, "cpu": 4}
 @cache
 def exponents(device: str) -> tuple[float, ...]:
     """Each layer's, after STEPS steps on Python's own library (AdamW, bf16 autocast), with an auxiliary loss of 0.01."""
-    torch.manual_seed(0)
     config = MODEL[device]
-    with torch.device(device):
-        model = GPT(config)
+    model, optimizer = trained_by(config, device, lr=1e-3)
     batches = Batches(load_data("", config.context)[0].to(device), config.context, BATCH[device])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loads = torch.zeros(config.layers, config.num_experts, device=device)
-    for step in range(STEPS[device]):
-        inputs, targets = batches[step]
-        with torch.autocast(device, torch.bfloat16):
-            out = model(inputs, targets)
-        assert out.loss is not None
-        (out.loss + out.aux_loss).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if step >= STEPS[device] - COUNTED:
-            loads += out.loads
-    return tuple(exponent_of(load) for load in loads.tolist())
+    loads = [train_step(model, optimizer, *batches[step]).loads for step in range(STEPS[device])]
+    return tuple(exponent_of(load) for load in torch.stack(loads[-COUNTED:]).sum(0).tolist())
 
 
 def exponent_of(load: Sequence[float]) -> float:
     """s of the r-th expert's load ~ r^-s: the least squares in logarithms, over the experts that have tokens."""
-    popular = sorted((each for each in load if each > 0), reverse=True)
+    popular = sorted((math.log(each) for each in load if each > 0), reverse=True)
     if len(popular) < 2:
         return 0.0
-    x, y = torch.arange(1, len(popular) + 1).double().log().tolist(), torch.tensor(popular).double().log().tolist()
-    return round(-statistics.linear_regression(x, y).slope, 4)
+    ranks = [math.log(rank) for rank in range(1, len(popular) + 1)]
+    return round(-statistics.linear_regression(ranks, popular).slope, 4)
 
 
 def zipf(shape: Sizes, exponent: float, device: str) -> Tensor:
@@ -196,10 +181,8 @@ def zipf(shape: Sizes, exponent: float, device: str) -> Tensor:
 def everybody_s(shape: Sizes, device: str) -> Tensor:
     """(T, K) ids: expert 0 has every token, the other choices are uniform."""
     generator = torch.Generator(device).manual_seed(0)
-    ids = torch.zeros(shape.T, shape.K, dtype=torch.int32, device=device)
-    if shape.K > 1:
-        ids[:, 1:] = 1 + route(shape._replace(E=shape.E - 1, K=shape.K - 1), "uniform", device, generator)
-    return ids
+    others = 1 + route(shape._replace(E=shape.E - 1, K=shape.K - 1), "uniform", device, generator)
+    return torch.cat([others.new_zeros(shape.T, 1), others], dim=1)
 
 
 def skew(case: Case, machine: Machine) -> Row:

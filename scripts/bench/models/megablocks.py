@@ -5,9 +5,10 @@ import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from blazeproto import MoE
 from blazeproto.blocksparse import SequentialMoE, dMoE
@@ -16,7 +17,7 @@ from scripts.bench.common import free_memory
 from scripts.bench.markdown import OURS
 from scripts.bench.paper.layers import Case
 from scripts.bench.timing import Machine, Row, host_ms, relative_difference
-from scripts.lm.model import GPT, VOCABULARY
+from scripts.lm.model import GPT, VOCABULARY, Output
 from scripts.lm.settings import GPTConfig
 
 LAYERS: dict[str, Any] = {OURS: MoE, "dmoe": dMoE, "sequential": SequentialMoE}
@@ -51,11 +52,14 @@ def figure_10(case: Case, machine: Machine) -> Row:
         for _ in range(machine.rounds):
             for name, call in calls.items():
                 samples[name].append(time_of(call, each[name] if machine.device == "cuda" else 1, machine))
-    programs = {}
-    for name, rounds in samples.items():
-        deviation = statistics.stdev(rounds) if len(rounds) > 1 else 0.0
-        programs[name] = {"fwd_ms": round(statistics.fmean(rounds), 4), "deviation_ms": round(deviation, 5)}
-        programs[name]["rounds_ms"] = [round(ms, 4) for ms in rounds]  # type: ignore[assignment]
+    programs = {
+        name: {
+            "fwd_ms": round(statistics.fmean(rounds), 4),
+            "deviation_ms": round(statistics.stdev(rounds), 5) if len(rounds) > 1 else 0.0,
+            "rounds_ms": [round(ms, 4) for ms in rounds],
+        }
+        for name, rounds in samples.items()
+    }
     return {"rounds": machine.rounds, "programs": programs}
 
 
@@ -94,18 +98,29 @@ def micro_batch(case: Case, machine: Machine) -> Row:
     return {"system": system, "model": name, "micro_batch": largest, "peak_GiB": peaks}
 
 
-def trained_by(config: GPTConfig, device: str) -> tuple[GPT, torch.optim.Optimizer]:
+def trained_by(config: GPTConfig, device: str, lr: float = 1e-4) -> tuple[GPT, torch.optim.Optimizer]:
     torch.manual_seed(0)
     with torch.device(device):
         model = GPT(config)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+    return model, torch.optim.AdamW(model.parameters(), lr=lr)
+
+
+def train_step(model: GPT, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor) -> Output:
+    """In bf16 autocast."""
+    with torch.autocast(inputs.device.type, torch.bfloat16):
+        out = model(inputs, targets)
+    assert out.loss is not None
+    (out.loss + out.aux_loss).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return cast(Output, out)
 
 
 def most_sequences(fits: Callable[[int], float], least: int, most: int) -> tuple[int, dict[str, float]]:
     """The largest of least, 2 least, ... most for which ``fits`` does not run out of memory, and what it returns of each; 0 where
     none does."""
     peaks: dict[str, float] = {}
-    sequences, largest = least, 0
+    sequences = least
     while sequences <= most:
         try:
             peaks[str(sequences)] = round(fits(sequences), 3)
@@ -113,8 +128,8 @@ def most_sequences(fits: Callable[[int], float], least: int, most: int) -> tuple
             break
         finally:
             free_memory()
-        sequences, largest = 2 * sequences, sequences
-    return largest, peaks
+        sequences *= 2
+    return max(map(int, peaks), default=0), peaks
 
 
 def peak_of_steps(model: GPT, optimizer: torch.optim.Optimizer, sequences: int) -> float:
@@ -125,10 +140,5 @@ def peak_of_steps(model: GPT, optimizer: torch.optim.Optimizer, sequences: int) 
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for _ in range(2):  # the optimizer's state is there in the second
-        with torch.autocast(device, torch.bfloat16):
-            out = model(ids[:, :-1], ids[:, 1:])
-        assert out.loss is not None
-        (out.loss + out.aux_loss).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        train_step(model, optimizer, ids[:, :-1], ids[:, 1:])
     return torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0

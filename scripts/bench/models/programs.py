@@ -19,7 +19,7 @@ from scripts.bench.peers import Build, LayerInputs, layers, modules
 from scripts.bench.peers.modules import AUX_LOSS, ModuleProgram, router_weight
 from scripts.bench.timing import Machine, Row
 
-Experts = Callable[[Any, Tensor, Tensor, Tensor], Tensor]  # of the block's experts, x, ids (T, K) and scores (T, K)
+Experts = Callable[[Any, Tensor, Tensor, Tensor], Any]  # of the block's experts, x, ids (T, K) and scores (T, K)
 
 
 def block(experts_of: Experts, shape: Sizes, inputs: LayerInputs) -> ModuleProgram:
@@ -38,40 +38,36 @@ def block(experts_of: Experts, shape: Sizes, inputs: LayerInputs) -> ModuleProgr
     layer.experts.gate_up_proj = nn.Parameter(inputs.gate_up_proj.detach())
     layer.experts.down_proj = nn.Parameter(inputs.down_proj.detach())
     layer.gate.weight = nn.Parameter(router_weight(shape, inputs))
-    x = inputs.x
 
     def call() -> tuple[Tensor, Tensor]:
-        logits, scores, experts = layer.gate(x)
+        logits, scores, experts = layer.gate(inputs.x)
         loss = qwen3.load_balancing_loss_func((logits,), shape.E, shape.K) if layer.training else torch.zeros(())
-        return experts_of(layer.experts, x, experts, scores), loss
+        return experts_of(layer.experts, inputs.x, experts, scores), loss
 
     def weights() -> dict[str, Tensor]:
         named = {"router": layer.gate.weight, "up": layer.experts.gate_up_proj, "down": layer.experts.down_proj}
         return {name: cast(Tensor, each.grad) for name, each in named.items()}
 
-    coefficient = torch.tensor(AUX_LOSS / shape.K, device=x.device)
-    return ModuleProgram(layer, x, call, inputs.grad_output, coefficient, weights)
+    coefficient = torch.tensor(AUX_LOSS / shape.K, device=inputs.x.device)
+    return ModuleProgram(layer, inputs.x, call, inputs.grad_output, coefficient, weights)
 
 
-def _grouped_mm(experts: Any, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
-    made: Tensor = experts(x, ids, scores)
-    return made
+def _grouped_mm(experts: Any, x: Tensor, ids: Tensor, scores: Tensor) -> Any:
+    return experts(x, ids, scores)
 
 
-def _liger(experts: Any, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
+def _liger(experts: Any, x: Tensor, ids: Tensor, scores: Tensor) -> Any:
     """As liger_kernel's LigerExperts calls it."""
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 
-    made: Tensor = LigerFusedMoEFunction.apply(x, experts.gate_up_proj, experts.down_proj, ids.to(torch.int32), scores)
-    return made
+    return LigerFusedMoEFunction.apply(x, experts.gate_up_proj, experts.down_proj, ids.to(torch.int32), scores)
 
 
-def _torch_grouped(experts: Any, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
+def _torch_grouped(experts: Any, x: Tensor, ids: Tensor, scores: Tensor) -> Any:
     """By torch's grouped_mm alone, as `peers.layers.torch_grouped` has it."""
     up, down, ids = experts.gate_up_proj, experts.down_proj, ids.to(torch.int32)
     shape = Sizes(len(x), x.shape[1], down.shape[2], len(down), ids.shape[1])
-    made: Tensor = layers.torch_grouped(shape, LayerInputs(x, up, down, scores, ids, x)).forward()
-    return made
+    return layers.torch_grouped(shape, LayerInputs(x, up, down, scores, ids, x)).forward()
 
 
 BUILDS: dict[str, Build] = {

@@ -126,22 +126,26 @@ def kernel_times(case: Case, machine: Machine) -> Row:
     made, absent = build_all(case, builds, machine)
     operations = dict(zip(("forward", "backward"), cost.layer_operations(case.shape), strict=True))
     known = our_kernels(case.shape)
-    row: Row = {"programs": {}}
-    for name, (program, *_) in made.items():
-        phases = row["programs"][name] = {}
-        for phase, kernels in kernels_of(program, machine.device).items():
-            listed = []
-            for kernel, each in sorted(kernels.items(), key=lambda item: -item[1]["ms"]):
-                line: Row = {"kernel": kernel[:120], "ms": round(each["ms"], 5), "launches": round(each["launches"], 2)}
-                if name == OURS and (phase, kernel) in known:
-                    line |= dict(zip(("operations", "least_bytes"), known[phase, kernel], strict=True))
-                line["multiplies"] = bool(line.get("operations")) or bool(MATRICES.search(kernel))
-                listed.append(line)
-            products = sum(line["ms"] for line in listed if line["multiplies"])
-            phases[phase] = {"kernels": listed, "products_ms": round(products, 4)}
-            phases[phase]["others_ms"] = round(sum(line["ms"] for line in listed) - products, 4)
-            phases[phase]["tflops"] = round(1e-9 * operations[phase] / products, 1) if products else None
-    return row | ({"absent": absent} if absent else {})
+
+    def line(name: str, phase: str, kernel: str, each: dict[str, float]) -> Row:
+        work = known.get((phase, kernel)) if name == OURS else None
+        found: Row = {"kernel": kernel[:120], "ms": round(each["ms"], 5), "launches": round(each["launches"], 2)}
+        found |= dict(zip(("operations", "least_bytes"), work or (), strict=False))
+        return found | {"multiplies": bool(found.get("operations")) or bool(MATRICES.search(kernel))}
+
+    def summed(name: str, phase: str, kernels: dict[str, dict[str, float]]) -> Row:
+        ordered = sorted(kernels.items(), key=lambda item: -item[1]["ms"])
+        listed = [line(name, phase, kernel, each) for kernel, each in ordered]
+        products = sum(each["ms"] for each in listed if each["multiplies"])
+        others = sum(each["ms"] for each in listed) - products
+        tflops = round(1e-9 * operations[phase] / products, 1) if products else None
+        return {"kernels": listed, "products_ms": round(products, 4), "others_ms": round(others, 4), "tflops": tflops}
+
+    programs = {
+        name: {phase: summed(name, phase, found) for phase, found in kernels_of(program, machine.device).items()}
+        for name, (program, *_) in made.items()
+    }
+    return {"programs": programs} | ({"absent": absent} if absent else {})
 
 
 # ------------------------------------------------------------------------------------------------------- token rounding
