@@ -203,6 +203,11 @@ def with_figures(rows: Rows, columns: Sequence[Column]) -> list[Column]:
     return [each for each in columns if ": " in each[0] or {each[1](row) for row in rows} != {number(None)}]
 
 
+def each_of(names: dict[str, str], path: str, digits: int = 2) -> list[Entry]:
+    """A column for each name. path: with {} for it."""
+    return [(head, path.format(name), digits) for name, head in names.items()]
+
+
 def rows_of(source: RowsOf, *records: Record) -> Rows:
     """The rows, or the row, of records."""
     found = records[0].get(source, []) if isinstance(source, str) else source(*records)

@@ -179,7 +179,7 @@ def plot_models(figure: Any, record: Record) -> None:
     axis = figure.subplots()
     height = 0.8 / len(names)
     for index, name in enumerate(names):
-        shares = {place: of_floor(row, name) for place, row in enumerate(rows) if name in row["programs"]}
+        shares = {place: share_of_floor(row, name) for place, row in enumerate(rows) if name in row["programs"]}
         places = [place + 0.4 - (index + 0.5) * height for place in shares]
         axis.barh(places, shares.values(), height, label=LABELS[name], color=COLORS[name])
     axis.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
@@ -187,14 +187,6 @@ def plot_models(figure: Any, record: Record) -> None:
     axis.set_ylim(-0.6, len(rows) - 0.4)
     axis.set_xlabel("one MoE layer, forward + backward: share of the hardware floor's speed")
     figure.legend(ncols=math.ceil(len(names) / 2), loc="outside upper center")
-
-
-def of_floor(row: Record, name: str) -> float:
-    """The share that a program of a row of models has; SonicMoE's of another run by ours that was measured beside it."""
-    program = row["programs"][name]
-    beside = program.get("ours_fwdbwd_ms", row["programs"][OURS]["fwdbwd_ms"])
-    ours = share_of_floor(row) or 0.0
-    return ours * float(beside / program["fwdbwd_ms"]) if name != OURS else ours
 
 
 def plot_figure_10(figure: Any, record: Record) -> None:
@@ -275,12 +267,9 @@ def plot_kernels(figure: Any, record: Record) -> None:
 
 def said_of(kernel: Record) -> str:
     """Milliseconds of a kernel; of one whose work is known TFLOP/s, or TB/s where it multiplies no matrices."""
-    said = f"{kernel['ms']:.2f} ms"
-    if not kernel.get("least_bytes"):
-        return said
-    if kernel["multiplies"]:
-        return f"{said}, {1e-9 * kernel['operations'] / kernel['ms']:.0f} TFLOP/s"
-    return f"{said}, {1e-9 * kernel['least_bytes'] / kernel['ms']:.1f} TB/s"
+    work, unit, digits = ("operations", "TFLOP/s", 0) if kernel["multiplies"] else ("least_bytes", "TB/s", 1)
+    speed = f", {1e-9 * kernel[work] / kernel['ms']:.{digits}f} {unit}" if kernel.get("least_bytes") else ""
+    return f"{kernel['ms']:.2f} ms{speed}"
 
 
 def plot_rounding(figure: Any, record: Record) -> None:
@@ -321,11 +310,8 @@ def plot_policies(figure: Any, record: Record) -> None:
         rows = sorted((row for row in record["rows"] if row["label"] == letter), key=lambda row: row["cfg"][letter])
         sizes = [row["cfg"][letter] for row in rows]
         for color, policy in zip(("#00798c", "#d1495b"), POLICIES[1:], strict=True):
-            measured, predicted = (
-                [look_up(row, longer(policy)) for row in rows],
-                [predicted_longer(policy, row) for row in rows],
-            )
-            axis.plot(sizes, measured, "o-", color=color, label=policy)
+            predicted = [predicted_longer(policy, row) for row in rows]
+            axis.plot(sizes, values(rows, longer(policy)), "o-", color=color, label=policy)
             axis.plot(sizes, predicted, ":", color=color, label=f"{policy}, predicted")
         axis.set(xscale="log", xlabel=letter, ylabel='time over that of "minimal"')
     axes[0].legend()

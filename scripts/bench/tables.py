@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from blazeproto.gemm.recipe import FP8
 from scripts.bench.distributed_tables import dispatcher, over_one_gpu
-from scripts.bench.markdown import LABELS, OURS, Entry, Record, Source, Table, number, plain_shape, shape_of
+from scripts.bench.markdown import LABELS, OURS, Entry, Record, Source, Table, each_of, number, plain_shape, shape_of
 
 SHAPE: Entry = ("T, d, n, E, K", plain_shape)
 LAYER_PACKAGES = ("torch", "sonic-moe", "quack-kernels")
@@ -114,11 +114,6 @@ def attention_note(rows: list[Record]) -> str:
     shape = ", ".join(str(cfg[key]) for key in ("layers", "d", "n", "E", "K"))
     size = f"{cfg['sequences']} sequences of {cfg['T'] // cfg['sequences']} bytes"
     return f"Forward and backward of {size}; layers, d, n, E, K = {shape}."
-
-
-def each_of(names: dict[str, str], path: str, digits: int = 2) -> list[Entry]:
-    """A column for each name. path: with {} for it."""
-    return [(head, path.format(name), digits) for name, head in names.items()]
 
 
 # ---------------------------------------------------------------------------------------------------------- the tables

@@ -300,7 +300,7 @@ def test_readme_has_models_by_name(tmp_path: Path) -> None:
     plot_results.PICTURES["speed.png"].save(record, tmp_path / "speed.png")
     caption = plot_results.caption_in(tmp_path / "speed.png")
     assert caption and caption.startswith("NVIDIA H200")
-    assert plot_results.of_floor(rows[0], "sonic") == pytest.approx(0.8 * 11 / 12)
+    assert tables.share_of_floor(rows[0], "sonic") == pytest.approx(0.8 * 11 / 12)
     assert "forward + backward of 16384 tokens, Kimi K2: 8192; medians of 3 runs." in filled
 
 

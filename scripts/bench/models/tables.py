@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -79,9 +80,10 @@ def module_ms(part: str, sizes: Sizes, gpu: str) -> float:
     return forward if part == "fwd" else forward + backward
 
 
-def share_of_floor(row: Record) -> float | None:
-    least = floor(row, partial(module_ms, "fwdbwd"))
-    return least and least / row["programs"][OURS]["fwdbwd_ms"]
+def share_of_floor(row: Record, program: str = OURS) -> float:
+    """The share of the floor's speed that a program has; NaN for a GPU without rates."""
+    least = floor(row, partial(module_ms, "fwdbwd")) or math.nan
+    return least / float(row["programs"][program]["fwdbwd_ms"])
 
 
 def beside_floor(part: str, head: str) -> list[Entry]:

@@ -24,6 +24,7 @@ from scripts.bench.markdown import (
     Record,
     Rows,
     Table,
+    each_of,
     least_to_most,
     look_up,
     number,
@@ -253,16 +254,6 @@ def longest(row: Record) -> str:
 ROUTINGS = {"top_k": "top-k", "rounded": "nearest", "down": "DOWN", "up": "UP"}
 
 
-def of_routings(head: str, field: str) -> list[Entry]:
-    heads = ROUTINGS | {"top_k": f"{head}: top-k"}
-    return [(said, f"{name}.{field}", 0) for name, said in heads.items()]
-
-
-def printed_gain(row: Record) -> str:
-    found = printed.ROUNDING_GAIN.get((row["label"], row["cfg"]["E"]))
-    return ", ".join(number(each, 3) for each in found) if found else number(None)
-
-
 # -------------------------------------------------------------------------- steps, policies and activations of a layer
 
 STEPS = {
@@ -471,12 +462,12 @@ TABLES = {
             LABEL,
             SHAPE,
             ("empty rows of tiles, %", lambda row: 100 * row["wasted"], 1),
-            *of_routings("forward TFLOP/s", "fwd_tflops"),
-            *of_routings("backward TFLOP/s", "bwd_tflops"),
+            *each_of(ROUTINGS | {"top_k": "forward TFLOP/s: top-k"}, "{}.fwd_tflops", 0),
+            *each_of(ROUTINGS | {"top_k": "backward TFLOP/s: top-k"}, "{}.bwd_tflops", 0),
             ("nearest over top-k: forward", "rounded.fwd_tflops / top_k.fwd_tflops", 3),
             ("backward", "rounded.bwd_tflops / top_k.bwd_tflops", 3),
             ("both", "rounded.fwdbwd_tflops / top_k.fwdbwd_tflops", 3),
-            ("printed", printed_gain),
+            ("printed", lambda row: printed.ROUNDING_GAIN.get((row["label"], row["cfg"]["E"]))),
         ],
         picture="![SonicMoE, Figures 3 and 7, the experts alone](paper_rounding.png)",
     ),
@@ -515,8 +506,8 @@ TABLES = {
             SHAPE,
             *chain.from_iterable(map(beside_prediction, POLICIES)),
             *chain.from_iterable(map(longer_beside_prediction, POLICIES[1:])),
-            *((f"saved MiB: {policy}", of(policy, "saved_MiB"), 0) for policy in POLICIES),
-            *((f"peak MiB: {policy}", of(policy, "peak_MiB"), 0) for policy in POLICIES),
+            *each_of({policy: f"saved MiB: {policy}" for policy in POLICIES}, of("{}", "saved_MiB"), 0),
+            *each_of({policy: f"peak MiB: {policy}" for policy in POLICIES}, of("{}", "peak_MiB"), 0),
         ],
         "The experts alone, forward + backward.",
         picture="![Save policies over T and n](policies.png)",
