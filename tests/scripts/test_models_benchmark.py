@@ -48,10 +48,7 @@ def test_the_pages_are_made_of_the_files(measured: Path) -> None:
     page = (plot_results.DOCS / "results.md").read_text()
     (measured.parent / "headline.json").write_text(json.dumps({"rows": []}))
     filled = result_tables.fill(page, measured.parent)
-    assert (
-        "Not measured yet: `python -m scripts.bench.models" not in filled
-        and result_tables.fill(filled, measured.parent) == filled
-    )
+    assert "Not measured yet: `python -m scripts.bench.models" not in filled
     assert "Liger (ModuleNotFoundError" in filled and "SonicMoE (ModuleNotFoundError" in filled
     assert "beside transformers' Qwen3-MoE block with `grouped_mm` faster on" in filled
     plot_results.PICTURES["models_figure_10.png"].save(record_of(measured, "figure_10"), measured / "drawn.png")
@@ -63,13 +60,9 @@ def test_the_pages_are_made_of_the_files(measured: Path) -> None:
 
 
 def test_the_models() -> None:
-    assert len(shapes.MODELS) == len(shapes.BY_NAME) >= 16
-    assert {model.sizes.T for model in shapes.MODELS if model.name != "Kimi K2"} == {16384}
-    assert shapes.BY_NAME["Kimi K2"].sizes.T == 8192
-    assert all(model.source in (shapes.TABLE_3, shapes.CONFIG) for model in shapes.MODELS)
-    assert {*headline_tables.HEADLINE} <= shapes.BY_NAME.keys()
-    of_module = {shape[:5] for shape in common.MODULE_SHAPES}
-    assert len([model for model in shapes.MODELS if model.sizes[:5] in of_module]) >= 4
+    tokens = {model.name: model.sizes.T for model in shapes.MODELS}
+    assert len(shapes.MODELS) == len(tokens) and {*headline_tables.HEADLINE} <= tokens.keys()
+    assert tokens == dict.fromkeys(tokens, shapes.T) | {"Kimi K2": 8192}
 
 
 def test_transformers_block_computes_our_layer() -> None:
@@ -82,9 +75,6 @@ def test_transformers_block_computes_our_layer() -> None:
     assert modules.agreement(ours, theirs, weights=False)["median_out"] < 0.02
     assert all(leaf.grad is None for leaf in (ours.x, *ours.module.parameters())), "a step leaves no gradients"
     assert ours.module.down_proj.data_ptr() == theirs.module.experts.down_proj.data_ptr()  # type: ignore[union-attr]
-    theirs.module.experts.down_proj = torch.nn.Parameter(-inputs.down_proj.detach())  # type: ignore[union-attr]
-    with pytest.raises(RuntimeError, match="compute different layers"):
-        modules.agreement(ours, theirs, weights=False)
 
 
 def test_a_program_that_computes_something_else_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,18 +238,13 @@ def test_processes_take_turns_and_their_kernels_are_the_row_s(monkeypatch: pytes
 
 
 def test_layers_that_do_not_fit_have_their_own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    kimi = shapes.BY_NAME["Kimi K2"].sizes
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 139 << 30))
-    assert layers.fits(shapes.BY_NAME["Kimi K2"].sizes, 3) and not layers.fits(shapes.BY_NAME["Kimi K2"].sizes, 5)
+    assert layers.fits(kimi, 3) and not layers.fits(kimi, 5)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 79 << 30))
-    assert not layers.fits(shapes.BY_NAME["Kimi K2"].sizes, 3)
-    called: list[list[str]] = []
-    monkeypatch.setattr(apart, "measure_apart", lambda names, *_: called.append(names) or {"programs": {}})
+    monkeypatch.setattr(apart, "measure_apart", lambda names, *_: names)
     gpu = Machine("cuda", 5, ("sonic", "grouped_mm"))
-    layers.models(KIMI, gpu)
-    assert called == [["blazeproto", "sonic", "grouped_mm"]]
-
-
-KIMI = Case(shapes.BY_NAME["Kimi K2"].sizes._replace(E=512), label="larger than Kimi K2")
+    assert layers.models(Case(kimi), gpu) == ["blazeproto", "sonic", "grouped_mm"]  # type: ignore[comparison-overlap]
 
 
 # ----------------------------------------------------------------------------------------------------- README, tables
@@ -273,26 +258,18 @@ def model_row(name: str) -> dict[str, Any]:
     def program(ms: float, peak: float) -> dict[str, float]:
         return {"fwd_ms": ms / 3, "fwdbwd_ms": ms, "peak_MiB": peak}
 
-    sonic: dict[str, Any] = program(12.0 / 11 * ours, 100.0)
-    versions = "torch 2.11.0, sonic-moe 0.1.2.post1, transformers 5.17.0"
-    of = {
-        "gpu": "NVIDIA H200, driver 580.159.04",
-        "measured": "2026-11-24 11:02 UTC",
-        "versions": versions,
-        "kernels": [],
-    }
-    made = {"blazeproto": program(ours, 80.0), "sonic": sonic, "grouped_mm": program(2.5 * ours, 400.0)}
+    made = {"blazeproto": program(ours, 80.0), "sonic": program(12.0 / 11 * ours, 100.0)}
+    made["grouped_mm"] = program(2.5 * ours, 400.0)
+    of = {"gpu": "NVIDIA H200, driver 580.159.04", "measured": "a day", "versions": "torch 2.11.0", "kernels": []}
     return {"label": name, "cfg": common.cfg_of(sizes), "programs": made, "of": of, "peers": []}
 
 
 def test_readme_has_models_by_name(tmp_path: Path) -> None:
     readme = (common.REPOSITORY / "README.md").read_text()
-    results = tmp_path / "h200"
-    results.mkdir(parents=True)
     rows = [model_row(name) | {"runs": [model_row(name)] * 3} for name in headline_tables.HEADLINE]
     record = {"benchmark": "headline", "rows": rows}
-    (results / "headline.json").write_text(json.dumps(record))
-    filled = result_tables.fill(readme, results)
+    (tmp_path / "headline.json").write_text(json.dumps(record))
+    filled = result_tables.fill(readme, tmp_path)
     ours = next(row for row in rows if row["label"] == "DeepSeek-V3")["programs"]["blazeproto"]["fwdbwd_ms"]
     assert f"| DeepSeek-V3 | {ours:.2f} | 1.09 | 2.50 | – | 0.80 | 0.80 |" in filled
     assert filled.count("2.50 | – | 0.80") == len(headline_tables.HEADLINE) and len(filled.encode()) <= 8192
@@ -320,13 +297,6 @@ def test_a_peer_s_table_has_the_versions_of_its_process() -> None:
     absent["absent"] = {"liger": "it does not run"}
     said = tables.TABLES["models_liger"]({"rows": [absent]})
     assert said == "Not measured. Absent from some rows: Liger (it does not run)."
-
-
-@pytest.mark.parametrize("name", ["ratios", "liger", "quack"])
-def test_what_an_h100_measured_too_has_the_same_table(name: str) -> None:
-    h100, h200 = tables.TABLES[f"models_{name}_h100"], tables.TABLES[f"models_{name}"]
-    record = json.loads((common.RESULTS / f"{h100.file}.json").read_text())
-    assert h100.file == f"../h100/models/{name}" and h100(record) == h200(record) and "NVIDIA H100" in h100(record)
 
 
 def test_few_tokens_have_a_floor_of_the_weights_that_they_read() -> None:
