@@ -7,7 +7,18 @@ from typing import Any
 
 from blazeproto import cost
 from scripts.bench.common import geometric_mean, table_of
-from scripts.bench.markdown import Record, Rows, Sentence, Table, caveat, least_to_most, number, plain_shape, plainly
+from scripts.bench.markdown import (
+    SHAPE,
+    Record,
+    Rows,
+    Sentence,
+    Table,
+    caveat,
+    least_to_most,
+    number,
+    plainly,
+    split,
+)
 from scripts.bench.module_tables import TINY, sizes_of
 
 CLOSE = 0.1  # a prediction within 10 %
@@ -44,7 +55,7 @@ TABLES = {
     "predicted": Table(
         "module",
         [
-            ("T, d, n, E, K", plain_shape),
+            SHAPE,
             ("forward: predicted", predicted_forward),
             ("measured", "ours_fwd_ms"),
             ("predicted / measured", forward_ratio),
@@ -69,13 +80,13 @@ def name_of_table(row: Record) -> str:
 
 def predicted_claim(rows: Rows) -> str:
     """How many predictions are within 10 % of what was measured, the tiny layer apart; sentences."""
-    layers = [row for row in rows if "product" not in row]
-    others = [row for row in layers if name_of_table(row) != TINY]
+    products, layers = split(rows, lambda row: "product" in row)
+    tiny, others = split(layers, lambda row: name_of_table(row) == TINY)
     kinds = {
         "layers, forward + backward,": [ratio(row) for row in others],
         "layers, forward alone,": [forward_ratio(row) for row in others],
-        "sizes of one tiny layer, forward + backward,": [ratio(row) for row in layers if row not in others],
-        "products": [ratio(row) for row in rows if row not in layers],
+        "sizes of one tiny layer, forward + backward,": [ratio(row) for row in tiny],
+        "products": [ratio(row) for row in products],
     }
     said = [
         f"{sum(abs(each - 1) <= CLOSE for each in found)} of {len(found)} {what} are predicted within 10 % "

@@ -113,6 +113,9 @@ def plain_shape(row: Record) -> str:
     return ", ".join(shape_of(row))
 
 
+SHAPE: Entry = ("T, d, n, E, K", plain_shape)
+
+
 # -------------------------------------------------------------------------------------------------------------- tables
 
 
@@ -214,9 +217,14 @@ def rows_of(source: RowsOf, *records: Record) -> Rows:
     return [found] if isinstance(found, dict) else found
 
 
-def having(path: str, rows: RowsOf = "rows") -> Callable[[Record], Rows]:
-    """The rows of a record that have something at ``path``."""
-    return lambda record: [row for row in rows_of(rows, record) if look_up(row, path) is not None]
+def having(*paths: str, rows: RowsOf = "rows") -> Callable[[Record], Rows]:
+    """The rows of a record that have something at each path."""
+    return lambda record: [row for row in rows_of(rows, record) if None not in [look_up(row, path) for path in paths]]
+
+
+def split(rows: Rows, test: Callable[[Record], bool]) -> tuple[Rows, Rows]:
+    """The rows that hold a test, and the others."""
+    return [row for row in rows if test(row)], [row for row in rows if not test(row)]
 
 
 def made(what: Any, *given: Any) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from blazeproto.gemm import Sizes
 from scripts.bench.common import EXTRA_SHAPES, MODULE_SHAPES, SHAPES, TABLES, geometric_mean, table_of
 from scripts.bench.markdown import (
+    SHAPE,
     Entry,
     Record,
     Rows,
@@ -18,9 +19,9 @@ from scripts.bench.markdown import (
     look_up,
     mean_and_span,
     number,
-    plain_shape,
     plainly,
     span,
+    split,
     values,
     versions_of,
     warned,
@@ -85,11 +86,8 @@ def verdicts(rows: Rows) -> list[tuple[str, bool]]:
 
 def by_layer(rows: Rows) -> dict[str, Rows]:
     """The rows of the tiny layer apart from all others, by what they are."""
-    groups = {
-        what: [row for row in rows if (table_of(sizes_of(row)) == TINY) is tiny]
-        for what, tiny in (("shapes", False), ("sizes of one tiny layer", True))
-    }
-    return {what: group for what, group in groups.items() if group}
+    tiny, others = split(rows, lambda row: table_of(sizes_of(row)) == TINY)
+    return {what: each for what, each in (("shapes", others), ("sizes of one tiny layer", tiny)) if each}
 
 
 def standing(times: Sequence[float]) -> str:
@@ -163,7 +161,7 @@ def module_entries(rows: Rows) -> list[Entry]:
 
     with_gaps = any("ours_fwdbwd_gpu_ms" in row for row in rows)
     return [
-        ("T, d, n, E, K", plain_shape),
+        SHAPE,
         *beside("forward", "fwd_ms"),
         ("floor", "floor_fwd_ms"),
         *beside("forward + backward", "fwdbwd_ms"),

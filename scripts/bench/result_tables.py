@@ -43,6 +43,7 @@ from scripts.bench.markdown import (
     plainly,
     shape_of,
     span,
+    split,
     values,
 )
 from scripts.bench.models import tables as models
@@ -50,6 +51,7 @@ from scripts.bench.module_tables import EVEN, by_layer
 from scripts.bench.paper import tables as paper
 from scripts.bench.paper.tables import SHAPE, of, programs_in, ratio
 from scripts.bench.rank_memory import rank_memory_table
+from scripts.bench.tables import PEERS
 
 
 def load(name: str, results: Path) -> Record | None:
@@ -61,7 +63,6 @@ def load(name: str, results: Path) -> Record | None:
 
 # ------------------------------------------------------------------------------------- tables with a column for a program
 
-PEERS = ("torch", "sonic-moe", "quack-kernels")  # whose versions stand under tables of layers
 HOST_FIGURES = {
     "host_fwdbwd_without_dispatch_ms": "with autograd's thread",
     "host_fwdbwd_single_thread_ms": "in one thread",
@@ -205,13 +206,12 @@ def layer_claim(rows: Rows) -> str:
 
 def torch_backward(rows: Rows) -> str:
     """How long torch grouped_mm's backward takes, in times its forward, by experts a token; part of a sentence."""
-    found: dict[bool, list[float]] = {True: [], False: []}
-    for row in rows:
-        figures = row["programs"]["torch_grouped"]
-        found[row["cfg"]["K"] in (2, 4)].append(figures["gpu_bwd_ms"] / figures["gpu_fwd_ms"])
-    few, others = map(least_to_most, found.values())
-    said = f"{few} times as long as its forward with 2 or 4 experts a token, and {others} times with other numbers"
-    return said if all(found.values()) else ""
+    times = "programs.torch_grouped.gpu_bwd_ms / programs.torch_grouped.gpu_fwd_ms"
+    few, others = (values(each, times) for each in split(rows, lambda row: row["cfg"]["K"] in (2, 4)))
+    if not few or not others:
+        return ""
+    said = f"{least_to_most(few)} times as long as its forward with 2 or 4 experts a token"
+    return f"{said}, and {least_to_most(others)} times with other numbers"
 
 
 def many_tokens(rows: Rows) -> str:
@@ -225,14 +225,12 @@ def many_tokens(rows: Rows) -> str:
 
 def gather_cost(rows: Rows) -> str:
     """Least speed of gathered rows over contiguous ones, products by rows and weight gradients apart; one sentence."""
-    speeds: dict[bool, list[float]] = {False: [], True: []}
-    for row in rows:
-        speeds[row["product"].endswith("weight")].append(row["gathered_to_plain_speed"])
-    if not all(speeds.values()):
+    groups = split(rows, lambda row: row["product"].endswith("weight"))
+    weights, by_rows = (values(each, "gathered_to_plain_speed") for each in groups)
+    if not weights or not by_rows:
         return ""
-    by_rows, weights = (number(min(found), 3) for found in speeds.values())
-    least = f"gathered rows reach at least {by_rows} of the speed of contiguous rows in the products by rows"
-    return f"{least}, and at least {weights} in the weight gradients"
+    least = f"gathered rows reach at least {number(min(by_rows), 3)} of the speed of contiguous rows in the products by rows"
+    return f"{least}, and at least {number(min(weights), 3)} in the weight gradients"
 
 
 def experts_growth(rows: Rows) -> str:
@@ -278,8 +276,8 @@ def batch(rows: Rows) -> str:
 
 
 OF_EXPERTS = {
-    "layer_claim": Sentence("layer", layer_claim, having("programs.sonic", layer_rows)),
-    "torch_backward": Sentence("layer", torch_backward, having("programs.torch_grouped", layer_rows)),
+    "layer_claim": Sentence("layer", layer_claim, having("programs.sonic", rows=layer_rows)),
+    "torch_backward": Sentence("layer", torch_backward, having("programs.torch_grouped", rows=layer_rows)),
     "many_tokens": Sentence("layer", many_tokens, "four_million_tokens"),
     "gather_cost": Sentence("products", gather_cost, having("gathered_to_plain_speed")),
     "experts_growth": Sentence("dispatch", experts_growth, fewest_and_most),

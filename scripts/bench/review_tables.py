@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from blazeproto import cost
 from blazeproto.gemm import Sizes
@@ -79,11 +78,6 @@ def recompute_claim(rows: Rows) -> str:
     )
 
 
-def with_programs(*names: str) -> Any:
-    """The rows of a record that have these programs."""
-    return lambda record: [row for row in record["rows"] if {*names} <= row["programs"].keys()]
-
-
 def waterfall_claim(rows: Rows) -> str:
     """The time that the steps save, together and each, part of a sentence."""
     parts = {
@@ -124,7 +118,9 @@ SENTENCES = {
     "megablocks_claim": Sentence("blocksparse", megablocks_claim, having("megablocks_saved_MiB")),
     "memory_split": Sentence("blocksparse", memory_split, having("megablocks_saved_MiB")),
     "recompute_claim": Sentence("module", recompute_claim, note=plainly),
-    "waterfall_claim": Sentence("paper/waterfall", waterfall_claim, with_programs("plain", "minimal")),
-    "policies_claim": Sentence("paper/policies", policies_claim, with_programs(*POLICIES)),
+    "waterfall_claim": Sentence("paper/waterfall", waterfall_claim, having("programs.plain", "programs.minimal")),
+    "policies_claim": Sentence(
+        "paper/policies", policies_claim, having(*(f"programs.{policy}" for policy in POLICIES))
+    ),
     "activations_claim": Sentence("paper/activations", activations_claim, activations_of),
 }

@@ -6,10 +6,21 @@ from dataclasses import replace
 
 from blazeproto.gemm.recipe import FP8
 from scripts.bench.distributed_tables import dispatcher, over_one_gpu
-from scripts.bench.markdown import LABELS, OURS, Entry, Record, Source, Table, each_of, number, plain_shape, shape_of
+from scripts.bench.markdown import (
+    LABELS,
+    OURS,
+    SHAPE,
+    Entry,
+    Record,
+    Source,
+    Table,
+    each_of,
+    number,
+    plain_shape,
+    shape_of,
+)
 
-SHAPE: Entry = ("T, d, n, E, K", plain_shape)
-LAYER_PACKAGES = ("torch", "sonic-moe", "quack-kernels")
+PEERS = ("torch", "sonic-moe", "quack-kernels")  # whose versions stand under tables of layers
 GAINS: list[Entry] = [("gain forward", "fwd_gain", 3), ("backward", "bwd_gain", 3), ("both", "fwdbwd_gain", 3)]
 TEK: list[Entry] = [(key, key, None) for key in "TEK"]
 DISPATCHES = {
@@ -143,7 +154,7 @@ TABLES = {
             ("peak / SonicMoE", "peak_to_sonic"),
         ],
         rows=workspaces,
-        packages=LAYER_PACKAGES,
+        packages=PEERS,
     ),
     "skew": Table(
         "layer",

@@ -5,7 +5,7 @@ python -m scripts.bench.tuning --check   # exit status 1 where it is not what th
 """
 
 import sys
-from dataclasses import fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,8 @@ def table(record: dict[str, Any]) -> str:
         rows = [(Sizes(**row["cfg"]), row["ms"]) for row in record["rows"] if row["product"] == product]
         for sizes, ms in sorted(rows, key=lambda row: (row[0].d, row[0].n, row[0].rows / row[0].E)):
             plain, config = PLAIN[product], best(product, ms)
-            names = [
-                field.name for field in fields(config) if getattr(config, field.name) != getattr(plain, field.name)
-            ]
-            changes = ", ".join(f'"{name}": {getattr(config, name)}' for name in names)
+            changed = {name: value for name, value in asdict(config).items() if value != getattr(plain, name)}
+            changes = ", ".join(f'"{name}": {value}' for name, value in changed.items())
             lines.append(f"            ({round(sizes.rows / sizes.E, 4)}, {sizes.d}, {sizes.n}): {{{changes}}},")
         lines.append("        },")
     return "\n".join([HEAD + lines[0], *lines[1:], "    },", "}", ""])

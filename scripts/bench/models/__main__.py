@@ -24,7 +24,7 @@ from blazeproto.gemm import Sizes
 from scripts.bench.models import layers, megablocks
 from scripts.bench.models.layers import ManyTokens
 from scripts.bench.models.megablocks import SYSTEMS
-from scripts.bench.models.shapes import BY_NAME, MODELS
+from scripts.bench.models.shapes import BY_NAME
 from scripts.bench.paper import layers as paper_layers
 from scripts.bench.paper.layers import Case
 from scripts.bench.running import Bench, of_case, run
@@ -62,7 +62,7 @@ def ratios(shape: Sizes, times: tuple[float, ...]) -> tuple[Case, ...]:
 ITEMS = {
     "layers": Item(
         layers.models,
-        tuple(Case(model.sizes, label=model.name) for model in MODELS),
+        of(*BY_NAME),
         (Case(SMALL, label="small"),),
         peers=("sonic", "grouped_mm"),
     ),
@@ -94,8 +94,8 @@ ITEMS = {
     "decode": Item(
         layers.decode,
         tuple(
-            Case(BY_NAME[name].sizes._replace(T=tokens), label=name)
-            for name in ("Qwen3-30B-A3B", "gpt-oss-20b", "Mixtral 8x7B")
+            replace(case, shape=case.shape._replace(T=tokens))
+            for case in of("Qwen3-30B-A3B", "gpt-oss-20b", "Mixtral 8x7B")
             for tokens in FEW
         ),
         (Case(SMALL._replace(T=2), label="small"),),

@@ -5,42 +5,36 @@ from typing import NamedTuple
 from blazeproto.gemm import Sizes
 
 T = 16384
-TABLE_3 = "SonicMoE, Table 3"
-CONFIG = "its published config.json"
 
 
 class Model(NamedTuple):
-    """A layer's sizes, and where they are published. Its shared experts, biases and scores' function are left out."""
+    """A layer's sizes. Its shared experts, biases and scores' function are left out."""
 
-    name: str
     sizes: Sizes
-    source: str
 
 
-def _model(name: str, d: int, n: int, E: int, K: int, source: str, tokens: int = T) -> Model:
-    return Model(name, Sizes(tokens, d, n, E, K), source)
-
-
-# Those that most people look for stand in front: a run that ends early has them.
-MODELS = (
-    _model("Qwen3-30B-A3B", 2048, 768, 128, 8, TABLE_3),
-    _model("gpt-oss-120b", 2880, 2880, 128, 4, TABLE_3),
-    _model("DeepSeek-V3", 7168, 2048, 256, 8, TABLE_3),
-    _model("Mixtral 8x7B", 4096, 14336, 8, 2, CONFIG),
-    _model("Qwen3-Next-80B-A3B", 2048, 512, 512, 10, TABLE_3),
-    _model("OLMoE", 2048, 1024, 64, 8, TABLE_3),
-    _model("Qwen3-235B-A22B", 4096, 1536, 128, 8, TABLE_3),
-    _model("GLM-4.5-Air", 4096, 1408, 128, 8, TABLE_3),
-    _model("gpt-oss-20b", 2880, 2880, 32, 4, CONFIG),
-    _model("Llama 4 Scout", 5120, 8192, 16, 1, CONFIG),
-    _model("Mixtral 8x22B", 6144, 16384, 8, 2, TABLE_3),
-    _model("Kimi K2", 7168, 2048, 384, 8, TABLE_3, tokens=8192),
-    _model("MiniMax-Text-01", 6144, 9216, 32, 2, CONFIG),
-    _model("DBRX", 6144, 10752, 16, 4, TABLE_3),
-    _model("DeepSeek-V2", 5120, 1536, 160, 6, CONFIG),
-    _model("GLM-4.5", 5120, 1536, 160, 8, CONFIG),
-    _model("Phi-3.5-MoE", 4096, 6400, 16, 2, TABLE_3),
-    _model("Granite 3.1 MoE", 1536, 512, 40, 8, TABLE_3),
-    _model("Llama 4 Maverick", 5120, 8192, 128, 1, CONFIG),
-)
-BY_NAME = {model.name: model for model in MODELS}
+# d, n, E, K as SonicMoE's Table 3 has them, or as the model's published config.json. Those that most people look for stand in
+# front: a run that ends early has them.
+PUBLISHED = {
+    "Qwen3-30B-A3B": (2048, 768, 128, 8),
+    "gpt-oss-120b": (2880, 2880, 128, 4),
+    "DeepSeek-V3": (7168, 2048, 256, 8),
+    "Mixtral 8x7B": (4096, 14336, 8, 2),  # config.json
+    "Qwen3-Next-80B-A3B": (2048, 512, 512, 10),
+    "OLMoE": (2048, 1024, 64, 8),
+    "Qwen3-235B-A22B": (4096, 1536, 128, 8),
+    "GLM-4.5-Air": (4096, 1408, 128, 8),
+    "gpt-oss-20b": (2880, 2880, 32, 4),  # config.json
+    "Llama 4 Scout": (5120, 8192, 16, 1),  # config.json
+    "Mixtral 8x22B": (6144, 16384, 8, 2),
+    "Kimi K2": (7168, 2048, 384, 8),
+    "MiniMax-Text-01": (6144, 9216, 32, 2),  # config.json
+    "DBRX": (6144, 10752, 16, 4),
+    "DeepSeek-V2": (5120, 1536, 160, 6),  # config.json
+    "GLM-4.5": (5120, 1536, 160, 8),  # config.json
+    "Phi-3.5-MoE": (4096, 6400, 16, 2),
+    "Granite 3.1 MoE": (1536, 512, 40, 8),
+    "Llama 4 Maverick": (5120, 8192, 128, 1),  # config.json
+}
+TOKENS = dict.fromkeys(PUBLISHED, T) | {"Kimi K2": 8192}
+BY_NAME = {name: Model(Sizes(TOKENS[name], *sizes)) for name, sizes in PUBLISHED.items()}

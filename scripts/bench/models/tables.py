@@ -18,7 +18,6 @@ from scripts.bench.markdown import (
     Sentence,
     mean_and_span,
     number,
-    plain_shape,
     values,
 )
 from scripts.bench.module_tables import standing
@@ -157,7 +156,7 @@ TABLES = {
         "models/layers headline",
         [
             MODEL,
-            ("T, d, n, E, K", plain_shape),
+            SHAPE,
             *beside_floor("fwd", "forward"),
             *beside_floor("fwdbwd", "forward + backward"),
             ("SonicMoE / ours: fwd", ratio("sonic", OURS, "fwd_ms")),

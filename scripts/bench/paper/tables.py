@@ -20,6 +20,7 @@ from blazeproto.gemm import PRODUCTS, Sizes
 from scripts.bench.markdown import (
     LABELS,
     OURS,
+    SHAPE,
     Entry,
     Record,
     Rows,
@@ -28,7 +29,6 @@ from scripts.bench.markdown import (
     least_to_most,
     look_up,
     number,
-    plain_shape,
     values,
 )
 from scripts.bench.module_tables import sizes_of
@@ -36,7 +36,6 @@ from scripts.bench.paper import printed
 
 # ---------------------------------------------------------------------------------------------------- programs' figures
 
-SHAPE: Entry = ("T, d, n, E, K", plain_shape)
 LABEL: Entry = ("", "label")
 ACTIVATION: Entry = ("activation", "activation")
 
