@@ -1,7 +1,5 @@
 """Predictions of `blazeproto.cost` beside measurements: a table, sentences and a plot of whole layers and products."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """README's headline, made of the runs of `scripts.bench.headline` by the rule of results/README.md."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Markdown of results. Tables and sentences are data: `Table` makes Markdown of a results file's record, `Sentence` a measured
 sentence. Both say where, when and with which kernels rows were measured."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

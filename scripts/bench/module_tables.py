@@ -1,7 +1,5 @@
 """The table and sentences of whole layers, `module.json`, and the sentence of the router alone, `router.json`."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ python -m scripts.bench.plot_results             # every page that has markers; 
 python -m scripts.bench.plot_results --check     # writes nothing; exit code 1, and names, if a page is out of date
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import textwrap

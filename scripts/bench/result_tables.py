@@ -4,8 +4,6 @@ A page marks each place by `<!-- results:NAME -->` and `<!-- /results:NAME -->`;
 stands between empty lines, or by a sentence, which stands in its paragraph. If the results are missing, the text stays.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import statistics

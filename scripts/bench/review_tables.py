@@ -1,7 +1,5 @@
 """The sentences of docs/review.md, which answers the review of MoEBlaze."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from blazeproto import cost

@@ -1,7 +1,5 @@
 """The tables that are plain columns of a results file: one entry each, by the name of its marker."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from blazeproto.gemm.recipe import FP8

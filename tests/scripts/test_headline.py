@@ -1,7 +1,5 @@
 """The headline's rule: medians of at least three runs, ratios within 2 % of 1 even, rows of one GPU and one set of kernels."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

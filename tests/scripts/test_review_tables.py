@@ -1,7 +1,5 @@
 """The sentences of docs/review.md, of rows that are made up."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

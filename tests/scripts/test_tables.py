@@ -1,7 +1,5 @@
 """Figures that tables and sentences make of rows: recomputed from rows made by hand."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

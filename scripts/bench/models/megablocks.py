@@ -36,7 +36,6 @@ def figure_10(case: Case, machine: Machine) -> Row:
     layers = {name: kind(shape.d, shape.n, shape.E, shape.K, **options).eval() for name, kind in LAYERS.items()}
     first = layers[OURS]
     x = torch.randn(shape.T, shape.d, device=machine.device, dtype=torch.bfloat16)
-    samples: dict[str, list[float]] = {name: [] for name in layers}
     with torch.no_grad():
         for layer in layers.values():
             layer.load_state_dict(first.state_dict())
@@ -48,10 +47,12 @@ def figure_10(case: Case, machine: Machine) -> Row:
         calls: dict[str, Call] = {name: partial(layer, x) for name, layer in layers.items()}
         for call in calls.values():
             time_of(call, 2, machine)
-        each = {name: math.ceil(ROUND_MS / time_of(call, 2, machine)) for name, call in calls.items()}
-        for _ in range(machine.rounds):
-            for name, call in calls.items():
-                samples[name].append(time_of(call, each[name] if machine.device == "cuda" else 1, machine))
+        most = {name: math.ceil(ROUND_MS / time_of(call, 2, machine)) for name, call in calls.items()}
+        times = [
+            {name: time_of(call, most[name] if machine.on_gpu else 1, machine) for name, call in calls.items()}
+            for _ in range(machine.rounds)
+        ]
+    samples = {name: [each[name] for each in times] for name in layers}
     programs = {
         name: {
             "fwd_ms": round(statistics.fmean(rounds), 4),
@@ -65,7 +66,7 @@ def figure_10(case: Case, machine: Machine) -> Row:
 
 def time_of(call: Call, calls: int, machine: Machine) -> float:
     """Milliseconds of an eager call."""
-    return elapsed_ms(call, calls) if machine.device == "cuda" else host_ms(call, 1, calls=calls)
+    return elapsed_ms(call, calls) if machine.on_gpu else host_ms(call, 1, calls=calls)
 
 
 # ------------------------------------------------------------------------------------------------------------- Table 3
@@ -85,15 +86,14 @@ def micro_batch(case: Case, machine: Machine) -> Row:
     peak at each size that was tried. "dropping" has as many places an expert as the largest load needs, as Tutel."""
     name, _, system = case.label.partition(", ")
     config = replace(SIZES[name], formulation=system, **SYSTEMS[system])
-    on_gpu = machine.device == "cuda"
-    if on_gpu:
+    if machine.on_gpu:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, GIB * 2**30 / total))
     try:
         step = partial(peak_of_steps, *trained_by(config, machine.device))
         largest, peaks = most_sequences(step, LEAST[machine.device], MOST[machine.device])
     finally:
-        if on_gpu:
+        if machine.on_gpu:
             torch.cuda.set_per_process_memory_fraction(1.0)
     return {"system": system, "model": name, "micro_batch": largest, "peak_GiB": peaks}
 

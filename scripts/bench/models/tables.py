@@ -1,7 +1,5 @@
 """The tables of docs/results.md and README that `scripts.bench.models` makes, as the papers' are made."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The papers' own figures: MoEBlaze (H100, PyTorch 2.0.1, CUDA 12.1) and SonicMoE (H100), as figures give it in their texts."""
 
-from __future__ import annotations
-
 # MoEBlaze Table 2: (activation, T) -> ms and MB of MoEBlaze, ms and MB of MegaBlocks; None: out of memory.
 SCALE: dict[tuple[str, int], tuple[float, int, float | None, int | None]] = {
     ("swiglu", 8192): (1.0, 155, 1.8, 495),

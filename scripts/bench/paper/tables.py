@@ -3,8 +3,6 @@
 Rows and values of programs' figures are shared with the tables of models and the headline.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
