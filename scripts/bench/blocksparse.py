@@ -280,7 +280,6 @@ BENCH = Bench(
     options=add_options,
     prepare=prepare,
 )
-main = partial(run, BENCH)
 
 if __name__ == "__main__":
-    main()
+    run(BENCH)

@@ -21,7 +21,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -146,7 +146,6 @@ BENCH = Bench(
     prepare=prepare,
     ranks=True,
 )
-main = partial(run, BENCH)
 
 if __name__ == "__main__":
-    main()
+    run(BENCH)

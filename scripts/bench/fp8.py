@@ -360,7 +360,6 @@ BENCH = Bench(
         "in_a_row": Item(in_a_row, SHAPES[:1], SMALL, part="in_a_row", rounds=7),
     },
 )
-main = partial(run, BENCH)
 
 if __name__ == "__main__":
-    main()
+    run(BENCH)

@@ -260,7 +260,6 @@ BENCH = Bench(
     bounds=bounds,
     prepare=prepare,
 )
-main = partial(run, BENCH)
 
 if __name__ == "__main__":
-    main()
+    run(BENCH)

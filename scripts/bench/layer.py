@@ -222,7 +222,6 @@ BENCH = Bench(
     },
     head={"floor": FLOOR},
 )
-main = partial(run, BENCH)
 
 if __name__ == "__main__":
-    main()
+    run(BENCH)

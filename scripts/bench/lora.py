@@ -140,7 +140,6 @@ def with_rank(shape: Sizes) -> Row:
 BENCH = Bench(
     "lora", __doc__, {"rows": Item(measure, [SHAPE], [SMALL], [QUICK_SHAPE], with_rank, rounds=5)}, bounds=bounds
 )
-main = partial(run, BENCH)
 
 if __name__ == "__main__":
-    main()
+    run(BENCH)

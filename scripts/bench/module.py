@@ -18,7 +18,6 @@ import argparse
 import importlib.util
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 
 import torch
 
@@ -112,7 +111,6 @@ BENCH = Bench(
     bounds=bounds,
     prepare=prepare,
 )
-main = partial(run, BENCH)
 
 if __name__ == "__main__":
-    main()
+    run(BENCH)

@@ -213,7 +213,6 @@ BENCH = Bench(
     options=add_options,
     asked=lambda options, case: case[1] in options.products,
 )
-main = partial(run, BENCH)
 
 if __name__ == "__main__":
-    main()
+    run(BENCH)

@@ -23,7 +23,6 @@ top-k, a little more or less after rounding. GPU time by CUDA-graph replay, in t
 """
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -169,7 +168,6 @@ BENCH = Bench(
     head={"tile": TILE, "rule": "nr_f"},
     paragraphs=2,
 )
-main = partial(run, BENCH)
 
 if __name__ == "__main__":
-    main()
+    run(BENCH)

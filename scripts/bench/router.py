@@ -212,7 +212,6 @@ SMALL = Sizes(300, 32, 8, 8, 2)
 BENCH = Bench(
     "router", __doc__, {"rows": Item(measure, [*BOUNDS_MS], (SMALL,), [*BOUNDS_MS][1:], without_n)}, bounds=bounds
 )
-main = partial(run, BENCH)
 
 if __name__ == "__main__":
-    main()
+    run(BENCH)

@@ -186,27 +186,23 @@ def long_bursts(calls: Mapping[str, Call], rounds: int) -> dict[str, KernelTime]
 
 def split_by_marker(spans: Sequence[tuple[str, float, float]]) -> list[KernelTime]:
     """The kernel times before, between and after the markers, of (name, begin, end) in microseconds on one stream."""
-    groups: list[list[tuple[float, float]]] = [[]]
+    microseconds, last = [(0.0, 0.0)], -math.inf
     for name, begin, end in sorted(spans, key=lambda span: span[1]):
         if MARKER in name:
-            groups.append([])
+            microseconds.append((0.0, 0.0))
         else:
-            groups[-1].append((begin, end))
-    times = []
-    for group in groups:
-        busy, last = 0.0, -math.inf
-        for begin, end in group:
-            busy += max(0.0, end - max(begin, last))
-            last = max(last, end)
-        times.append(KernelTime(busy / 1e3, sum(end - begin for begin, end in group) / 1e3))
-    return times
+            busy, total = microseconds[-1]
+            microseconds[-1] = (busy + max(0.0, end - max(begin, last)), total + end - begin)
+        last = max(last, end)
+    return [KernelTime(busy / 1e3, total / 1e3) for busy, total in microseconds]
 
 
 def _median_of_rounds(times: Sequence[KernelTime], rounds: int) -> KernelTime:
     each = len(times) // rounds
-    parts = [times[index * each : (index + 1) * each] for index in range(rounds)]
-    busy = [statistics.fmean(time.busy for time in part) for part in parts]
-    total = [statistics.fmean(time.total for time in part) for part in parts]
+    busy, total = (
+        [statistics.fmean(part[start : start + each]) for start in range(0, len(part), each)]
+        for part in ([time.busy for time in times], [time.total for time in times])
+    )
     return KernelTime(statistics.median(busy), statistics.median(total), tuple(busy))
 
 
@@ -240,12 +236,11 @@ def gpu_ms(
     if any(name in refused for name in must_agree):
         graphs.clear()
     ms = interleaved_ms(graphs, rounds, warmups=3, queued=True)
-    method = {name: "graph" if name in ms else "kernels" for name in calls}
     graphs.clear()
     rest = {name: call for name, call in calls.items() if name not in ms}
+    method = dict.fromkeys(ms, "graph") | dict.fromkeys(rest, "events" if gaps else "kernels")
     if rest and gaps:
         ms |= interleaved_ms(rest, rounds, queued=True)
-        method |= dict.fromkeys(rest, "events")
     elif rest:
         ms |= {name: time.total for name, time in kernel_times(rest, rounds).items()}
     return GpuTimes(ms, method, refused)
@@ -363,12 +358,10 @@ class Machine:
     def kernel_figures(self, calls: Mapping[str, Call], part: str) -> dict[str, Row]:
         """Figures of a part by program, of kernel durations: an overlap is counted once; the GPU is held until the host has
         queued a call. ``_sum_ms``: of the durations; ``_rounds_ms``: of each round."""
-        if not self.on_gpu:
-            clock = quickest_ms(calls, self.rounds)
-            return {
-                name: {f"{part}_ms": round(ms, 4), f"{part}_rounds_ms": [round(ms, 4)]} for name, ms in clock.items()
-            }
-        times = long_bursts(calls, self.rounds)
+        if self.on_gpu:
+            times = long_bursts(calls, self.rounds)
+        else:
+            times = {name: KernelTime(ms, ms, (ms,)) for name, ms in quickest_ms(calls, self.rounds).items()}
         return {
             name: {
                 f"{part}_ms": round(time.busy, 4),

@@ -12,6 +12,7 @@ import torch
 from scripts.bench import common, running
 from scripts.checks import gpu_check
 from scripts.lm import compare_routers
+from tests.scripts.conftest import main_of
 
 NEED_A_GPU = {
     "scripts.bench.attention_tiles": [],
@@ -47,7 +48,7 @@ def test_without_a_gpu_there_is_one_line_and_no_file(
         monkeypatch.setattr(each, "RESULTS", tmp_path / "h200", raising=False)
     monkeypatch.setattr("sys.argv", [name, *(word.format(tmp=tmp_path) for word in NEED_A_GPU[name])])
     with pytest.raises(SystemExit) as end:
-        module.main()
+        main_of(module)()
     assert end.value.code == 2
     expected = "error: needs a CUDA device of compute capability 9.0; there is none; nothing was run\n"
     assert "".join(capfd.readouterr()) == expected
@@ -92,7 +93,7 @@ def test_odd_options_are_said_in_one_line(
     monkeypatch.setattr("sys.argv", [name, *(word.format(tmp=tmp_path) for word in words)])
     before = compare_routers.PAGE.read_bytes()
     with pytest.raises(SystemExit) as end:
-        importlib.import_module(name).main()
+        main_of(importlib.import_module(name))()
     assert end.value.code == 2
     printed = capsys.readouterr().err
     assert printed.startswith(f"error: {message}") and printed.count("\n") == 1

@@ -64,7 +64,7 @@ def test_tune_times_every_candidate_and_notes_the_one_that_fails(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(running, "need_hopper", lambda: None)
     monkeypatch.setattr(running, "joined", lambda device, timeout: nullcontext(Ranks(torch.device("cpu"))))
-    products.main(["--tune", "--products", f"{name},combine", "--configs", "1", "--out", str(tmp_path)])
+    running.run(products.BENCH, ["--tune", "--products", f"{name},combine", "--configs", "1", "--out", str(tmp_path)])
 
     assert launched == [config for config in configs if config != configs[1]]
     (row,) = json.loads((tmp_path / "tune.json").read_text())["rows"]
