@@ -121,7 +121,7 @@ class Operands:
             "dh^T": (2 * n, turned),
             "a_scaled^T": (n, turned),
         }
-        self.q = {name: new_quantized(x, scale_of(name), *shape) for name, shape in shapes.items()}
+        self.q = {name: new_quantized(x, scale_of(name), *lengths) for name, lengths in shapes.items()}
         d_up = torch.empty_like(up)
         self.plain = {
             "y": x.new_empty(R, d),
@@ -318,7 +318,7 @@ def layer(shape: Sizes, machine: Machine) -> Row:
         name: [t[:2].clone() if t.dim() == 3 else t for t in tensors_in(program.forward_backward())]
         for name, program in programs.items()
     }
-    differences = (round(relative_difference(a, b), 5) for a, b in zip(made["fp8"], made["bf16"], strict=True))
+    differences = [round(relative_difference(a, b), 5) for a, b in zip(made["fp8"], made["bf16"], strict=True)]
     row = Row(
         fp8_weights_MiB=round(kept.nbytes / MIB, 1),
         fp8_off_bf16=dict(zip(("out", "x", "up", "down", "scores"), differences, strict=True)),
