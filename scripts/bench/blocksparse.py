@@ -194,7 +194,12 @@ def measure_others(case: tuple[str, str], machine: Machine) -> list[Row]:
 def measure_layers(case: tuple[Sizes, str], machine: Machine) -> Row:
     """RuntimeError where a program computes something else than `MoE`."""
     shape, activation = case
-    builds: dict[str, Any] = {"dmoe": layers.dmoe, "dropping": layers.dropping, "moe": layers.ours, "megablocks": layers.megablocks}
+    builds: dict[str, Any] = {
+        "dmoe": layers.dmoe,
+        "dropping": layers.dropping,
+        "moe": layers.ours,
+        "megablocks": layers.megablocks,
+    }
     with_activation: dict[str, peers.Build] = {
         name: partial(build, activation=activation) for name, build in builds.items()
     }

@@ -80,7 +80,7 @@ def gpu_ms(programs: Mapping[str, Sequence[Call]], machine: Machine) -> dict[str
     traced = {name: runs.pop(name) for name in [*runs] if name == "sort"}  # CuPy's can't be captured
     times = machine.times(runs, tuple(runs)).ms
     if traced:
-        times |= machine.kernels(traced).ms
+        times |= machine.times(traced, graphs=False).ms
     return {name: times[name] / (4 * len(calls)) for name, calls in programs.items()}
 
 

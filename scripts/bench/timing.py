@@ -215,37 +215,6 @@ class GpuTimes:
     refused: dict[str, str]  # why a program is not timed as a graph
 
 
-def gpu_ms(
-    calls: Mapping[str, Call], must_agree: Sequence[str], rounds: int = ROUNDS, *, gaps: bool = False
-) -> GpuTimes:
-    """GPU time by graph replay where a program captures, else by kernel durations.
-
-    If one of `must_agree` can't be captured, none is timed as a graph: both sides of a ratio get the same method.
-    gaps: what is not timed as a graph is timed from its first kernel to its last, by events, the GPU being held until all is
-    queued: with the gaps between kernels, as a graph has them.
-    """
-    pool = torch.cuda.graph_pool_handle()
-    graphs: dict[str, Call] = {}
-    refused: dict[str, str] = {}
-    for name, call in calls.items():
-        try:
-            graphs[name] = captured(call, pool)
-        except Exception as error:  # noqa: BLE001  whatever a peer does under capture, the others go on
-            refused[name] = f"{type(error).__name__}: {str(error)[:200]}"
-            pool = torch.cuda.graph_pool_handle()  # the old one records for ever
-    if any(name in refused for name in must_agree):
-        graphs.clear()
-    ms = interleaved_ms(graphs, rounds, warmups=3, queued=True)
-    graphs.clear()
-    rest = {name: call for name, call in calls.items() if name not in ms}
-    method = dict.fromkeys(ms, "graph") | dict.fromkeys(rest, "events" if gaps else "kernels")
-    if rest and gaps:
-        ms |= interleaved_ms(rest, rounds, queued=True)
-    elif rest:
-        ms |= {name: time.total for name, time in kernel_times(rest, rounds).items()}
-    return GpuTimes(ms, method, refused)
-
-
 # ------------------------------------------------------------------------------------------------------------ memory
 
 
@@ -333,18 +302,37 @@ class Machine:
             dist.all_reduce(made, dist.ReduceOp.MAX)
         return made.tolist()
 
-    def times(self, calls: Mapping[str, Call], together: Sequence[str] = (), *, gaps: bool = False) -> GpuTimes:
-        """Milliseconds by name, as `gpu_ms` measures them, or by the clock; ``together``: programs that are measured alike."""
-        if self.on_gpu:
-            return gpu_ms(calls, [name for name in together if name in calls], self.rounds, gaps=gaps)
-        return GpuTimes(quickest_ms(calls, self.rounds), dict.fromkeys(calls, "clock"), {})
+    def times(
+        self, calls: Mapping[str, Call], together: Sequence[str] = (), *, graphs: bool = True, gaps: bool = False
+    ) -> GpuTimes:
+        """Milliseconds by name, by graph replay where a program captures, else by kernel durations; on a CPU by the clock.
 
-    def kernels(self, calls: Mapping[str, Call]) -> GpuTimes:
-        """Sums of kernel durations by name, for calls of which one is known not to be captured; on a CPU by the clock."""
-        if self.on_gpu:
-            found = {name: each.total for name, each in kernel_times(calls, self.rounds).items()}
-            return GpuTimes(found, dict.fromkeys(calls, "kernels"), {})
-        return self.times(calls)
+        together: programs that are measured alike: if one of them can't be captured, none is timed as a graph.  graphs: whether
+        graphs are tried at all.  gaps: what is not timed as a graph is timed from its first kernel to its last, by events, the
+        GPU being held until all is queued: with the gaps between kernels, as a graph has them.
+        """
+        if not self.on_gpu:
+            return GpuTimes(quickest_ms(calls, self.rounds), dict.fromkeys(calls, "clock"), {})
+        pool = torch.cuda.graph_pool_handle()
+        replays: dict[str, Call] = {}
+        refused: dict[str, str] = {}
+        for name, call in calls.items() if graphs else ():
+            try:
+                replays[name] = captured(call, pool)
+            except Exception as error:  # noqa: BLE001  whatever a peer does under capture, the others go on
+                refused[name] = f"{type(error).__name__}: {str(error)[:200]}"
+                pool = torch.cuda.graph_pool_handle()  # the old one records for ever
+        if refused.keys() & {*together}:
+            replays.clear()
+        ms = interleaved_ms(replays, self.rounds, warmups=3, queued=True)
+        replays.clear()
+        rest = {name: call for name, call in calls.items() if name not in ms}
+        method = dict.fromkeys(ms, "graph") | dict.fromkeys(rest, "events" if gaps else "kernels")
+        if rest and gaps:
+            ms |= interleaved_ms(rest, self.rounds, queued=True)
+        elif rest:
+            ms |= {name: time.total for name, time in kernel_times(rest, self.rounds).items()}
+        return GpuTimes(ms, method, refused)
 
     def eager(self, calls: Mapping[str, Call], warmups: int = 5, *, queued: bool = False) -> dict[str, float]:
         """Milliseconds of eager calls by name, host time included, or with the host queueing them beforehand (``queued``)."""
@@ -398,8 +386,7 @@ def step_times(
 
     together: those that are timed alike.  prefix: of the figures' names.  graphs: whether graphs are tried at all.
     """
-    calls = [rotations(programs, step) for step in PARTS.values()]
-    forward, both = (machine.times(each, together) if graphs else machine.kernels(each) for each in calls)
+    forward, both = (machine.times(rotations(programs, step), together, graphs=graphs) for step in PARTS.values())
     found = {
         name: {
             f"{prefix}fwd_ms": round(forward.ms[name], 4),
