@@ -112,11 +112,6 @@ def test_a_numba_kernel_is_the_modules_that_it_takes_device_code_from(monkeypatc
     assert identity.identity(kernels[1]) == before[1]
 
 
-def test_a_numba_kernel_s_constants_make_it_another(tmp_path: Path) -> None:
-    made = {numba_identity(tmp_path, NUMBA, **constants) for constants in ({}, {"threads": 64}, {"wide": False})}
-    assert len(made) == 3
-
-
 def kernels_of_numba() -> list[NumbaKernel]:
     route = topk.forward_kernel(128, 8, "sigmoid", True, 1.0, False, False, True)
     return [*tiled.kernels(1024, 8, 128, "int32"), limit.KERNEL, route]
@@ -128,7 +123,9 @@ def test_a_kernel_is_made_again_from_its_description() -> None:
         assert identity.identity(identity.made_again(described)) == identity.identity(kernel)
     first, second = kernels_of_numba()[:2]
     assert identity.identity(first) != identity.identity(second)
-    for change in ({"min_blocks": 2}, {"parameters": " ".join([*first.parameters, "int64"])}):
+    constants = {name: 2 * value for name, value in first.constants.items()}
+    others: list[dict[str, Any]] = [{"min_blocks": 2}, {"threads": 2 * first.threads}, {"constants": constants}]
+    for change in (*others, {"parameters": " ".join([*first.parameters, "int64"])}):
         other = identity.made_again(identity.described(first) | change)
         assert identity.identity(other) != identity.identity(first), change
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from blazeproto.gemm import Sizes
 from scripts.bench import common, identity, running
 from scripts.bench.identity import earlier
 from scripts.bench.running import Bench, Item
@@ -187,11 +186,3 @@ def test_commands_that_are_recorded_parse(command: str) -> None:
         assert running.options_of(module.BENCH, words).jobs
     else:
         assert name in ("headline", "cpu", "tuning", "plot_results")
-
-
-def test_the_layers_of_both_papers() -> None:
-    assert (
-        running.options_of(bench_of("layer"), ["--parts", "shapes", "--configs", "1-2,23"]).jobs[2].case
-        == (common.SHAPES[22])
-    )
-    assert Sizes(16384, 7168, 2048, 256, 8) in [job.case for job in running.options_of(bench_of("module"), []).jobs]
