@@ -142,6 +142,13 @@ def route(
     return experts
 
 
+def inverse_of(order: torch.Tensor) -> torch.Tensor:
+    """The places of 0, 1, 2, ... in a permutation (R,) int64."""
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    return places
+
+
 # -------------------------------------------------------------------------------------------------------- provenance
 
 

@@ -23,7 +23,7 @@ from blazeproto import cost
 from blazeproto.dispatch import build_dispatch, workspace_bytes
 from blazeproto.gemm import Sizes
 from blazeproto.router import topk_route, topk_route_backward
-from scripts.bench.common import route
+from scripts.bench.common import inverse_of, route
 from scripts.bench.paper.printed import DISPATCH
 from scripts.bench.running import Bench, Item, of_case, run
 from scripts.bench.timing import Machine, Row, host_ms
@@ -97,9 +97,7 @@ def by_torch_sort(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor
     flat = experts.flatten()
     keys, pairs = torch.sort(flat, stable=True)
     offsets = torch.searchsorted(keys, torch.arange(num_experts + 1, device=flat.device, dtype=flat.dtype))
-    index_map = torch.empty_like(pairs)
-    index_map[pairs] = torch.arange(len(flat), device=flat.device)
-    return pairs.int(), offsets.int(), index_map.int()
+    return pairs.int(), offsets.int(), inverse_of(pairs).int()
 
 
 def prepared(experts: torch.Tensor, num_experts: int, method: str) -> Call:

@@ -344,17 +344,13 @@ def in_a_row(shape: Sizes, machine: Machine) -> Row:
 # -------------------------------------------------------------------------------------------------------------- parts
 
 
-def of_check(case: tuple[Sizes, bool]) -> Row:
-    return {"cfg": cfg_of(case[0]), "positive": case[1]}
-
-
 CHECKS = [(shape, positive) for shape in CHECKED for positive in (False, True)]
 SMALL = [Sizes(200, 144, 128, 5, 2)]
 BENCH = Bench(
     "fp8",
     __doc__,
     {
-        "checks": Item(check, CHECKS, key=of_check, part="checks"),
+        "checks": Item(check, CHECKS, key=lambda case: {"cfg": cfg_of(case[0]), "positive": case[1]}, part="checks"),
         "products": Item(products, SHAPES, part="products", rounds=7),
         "layers": Item(layer, SHAPES, SMALL, rounds=7),
         "in_a_row": Item(in_a_row, SHAPES[:1], SMALL, part="in_a_row", rounds=7),

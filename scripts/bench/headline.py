@@ -45,12 +45,6 @@ def run_of(case: Case, machine: Machine) -> Row:
     return beside(case.shape, names, machine)
 
 
-def child(label: str, out: Path) -> None:
-    """One run, in this process."""
-    case = Case(BY_NAME[label].sizes, label=label)
-    write_json(out, {"rows": measured(run_of, case.key, case, Machine("cuda", ROUNDS, PEERS))})
-
-
 def in_process(label: str, anew: bool) -> Row:
     """A run in a process of its own. RuntimeError where it failed."""
     with TemporaryDirectory() as folder:
@@ -104,26 +98,26 @@ def main() -> None:
         write_json(options.out, merged([read_json(path) for path in options.merge]))
         return
     need_hopper()
-    if options.child:
-        child(options.child, options.out)
+    if options.child:  # one run, in this process
+        case = Case(BY_NAME[options.child].sizes, label=options.child)
+        write_json(options.out, {"rows": measured(run_of, case.key, case, Machine("cuda", ROUNDS, PEERS))})
         return
     if options.caches is not None:
         use_caches(options.caches)
     gpu = folder_of(gpu_name())
     out = options.out or RESULTS.parent / gpu / "headline.json"
     record = begun("headline", __doc__) | {"rows": read_json(out)["rows"] if out.exists() else []}
-    known = {row["label"]: row["runs"] for row in record["rows"] if not earlier(row)}
     models = options.models or MODELS_OF.get(gpu, HEADLINE)
-    missing = [
-        (number, label) for number in range(options.runs) for label in models if number >= len(known.get(label, []))
-    ]
+    known: dict[str, list[Row]] = {label: [] for label in models}
+    known |= {row["label"]: row["runs"] for row in record["rows"] if not earlier(row)}
+    missing = [(number, label) for number in range(options.runs) for label in models if number >= len(known[label])]
     for number, label in in_turn(missing, options.time_budget):
         try:
             run = in_process(label, anew=number == 0)
         except (RuntimeError, subprocess.SubprocessError) as error:  # the other models are measured
             print(error, flush=True)
             continue
-        known.setdefault(label, []).append(run)
+        known[label].append(run)
         record["rows"] = with_runs(record["rows"], label, known[label])
         write_json(out, record)
         times = {name: each["fwdbwd_ms"] for name, each in run["programs"].items()}

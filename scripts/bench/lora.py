@@ -122,12 +122,11 @@ def bounds(record: Row) -> Iterator[tuple[str, bool]]:
             yield f"over peft on grouped_mm: {over:.2f} x, at least {LEAST_OVER_PEFT}", over >= LEAST_OVER_PEFT
 
 
-def with_rank(shape: Sizes) -> Row:
-    return of_shape(shape) | {"rank": RANK}
-
-
 BENCH = Bench(
-    "lora", __doc__, {"rows": Item(measure, [SHAPE], [SMALL], [QUICK_SHAPE], with_rank, rounds=5)}, bounds=bounds
+    "lora",
+    __doc__,
+    {"rows": Item(measure, [SHAPE], [SMALL], [QUICK_SHAPE], lambda shape: of_shape(shape) | {"rank": RANK}, rounds=5)},
+    bounds=bounds,
 )
 
 if __name__ == "__main__":

@@ -151,17 +151,13 @@ def measure(case: tuple[str, Sizes], machine: Machine) -> Row:
     return experts | gains(experts) | {"layers": layers | gains(layers)}
 
 
-def of_subfigure(case: tuple[str, Sizes]) -> Row:
-    return {"subfigure": case[0], "cfg": cfg_of(case[1])}
-
-
 CASES = [(name, shape) for name, shapes in SUBFIGURES.items() for shape in shapes]
 ENDS = [case for case in CASES if case[1].rows // case[1].E in (2048, 256)]  # the fewest and the most experts of each
 SMALL = [("small", Sizes(600, 32, 16, 8, 2))]
 BENCH = Bench(
     "rounding",
     __doc__,
-    {"rows": Item(measure, CASES, SMALL, ENDS, of_subfigure)},
+    {"rows": Item(measure, CASES, SMALL, ENDS, lambda case: {"subfigure": case[0], "cfg": cfg_of(case[1])})},
     head={"tile": TILE, "rule": "nr_f"},
     paragraphs=2,
 )

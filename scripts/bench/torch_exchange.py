@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from blazeproto.gemm import Sizes
-from scripts.bench.common import MIB
+from scripts.bench.common import MIB, inverse_of
 from scripts.bench.expert_parallel import exchange_row, inputs_of
 from scripts.bench.timing import Machine, Row
 from scripts.command import argument_parser
@@ -73,12 +73,8 @@ class Exchange:
     def back(self, scores: Tensor) -> Tensor:
         """``arrived`` → (T, d), weighed by scores (T, K)."""
         self.send_back(self.arrived, self.returned, self.places, self.places_back)
-        pairs = torch.empty_like(self.order)
-        pairs[self.order] = torch.arange(len(pairs), device=pairs.device)
-        weights = scores.to(self.returned.dtype)
-        return torch.nn.functional.embedding_bag(
-            pairs.view(scores.shape), self.returned, mode="sum", per_sample_weights=weights
-        )
+        rows, weights = inverse_of(self.order).view(scores.shape), scores.to(self.returned.dtype)
+        return torch.nn.functional.embedding_bag(rows, self.returned, mode="sum", per_sample_weights=weights)
 
 
 def missing() -> str:

@@ -19,10 +19,6 @@ COMMANDS = sorted(FILES)
 NAMED = re.compile(r"-m\"?,? \"?(scripts[\w.]*\w)")  # of a command line, or of a list of its words
 
 
-def test_there_are_commands() -> None:
-    assert {"scripts.train_lm", "scripts.bench.layer", "scripts.checks.gpu_check"} <= set(COMMANDS)
-
-
 @pytest.mark.parametrize("module", COMMANDS)
 def test_help_shows_how_it_is_called(
     module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -51,10 +51,8 @@ def test_a_header_is_in_the_identity_without_comments_and_white_space(
 
 
 def test_macros_and_tiles_make_another_kernel() -> None:
-    plain = gemm.kernel_for("up_forward")
-    debug = gemm.kernel_for("up_forward", debug=("INJECT_DELAYS",))
-    tiles = gemm.kernel_for("up_forward", TileConfig(tile_n=128))
-    assert len({*map(identity.identity, (plain, debug, tiles))}) == 3
+    ways: list[dict[str, Any]] = [{}, {"debug": ("INJECT_DELAYS",)}, {"config": TileConfig(tile_n=128)}]
+    assert len({identity.identity(gemm.kernel_for("up_forward", **way)) for way in ways}) == 3
 
 
 NUMBA = '''

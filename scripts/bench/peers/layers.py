@@ -15,6 +15,7 @@ from blazeproto.blocksparse import DroppingMoE, topology_of
 from blazeproto.blocksparse import dmoe as block_layer
 from blazeproto.dispatch import Dispatch, build_dispatch
 from blazeproto.gemm import Sizes
+from scripts.bench.common import inverse_of
 from scripts.bench.peers import Build, LayerInputs, Program, backend_of, layer_program
 
 
@@ -119,9 +120,7 @@ def torch_grouped(shape: Sizes, inputs: LayerInputs) -> Program:
         by_expert, pairs = torch.sort(inputs.experts.flatten(), stable=True)
         each = torch.arange(shape.E, dtype=torch.int32, device=pairs.device)
         ends = torch.searchsorted(by_expert, each, right=True, out_int32=True)
-        rows = torch.empty_like(pairs)
-        rows[pairs] = torch.arange(pairs.numel(), device=pairs.device)
-        return pairs // shape.K, rows, ends
+        return pairs // shape.K, inverse_of(pairs), ends
 
     def forward() -> torch.Tensor:
         tokens, rows, ends = metadata()
@@ -249,9 +248,7 @@ def plain(shape: Sizes, inputs: LayerInputs) -> Program:
             a, b = x @ gate.t(), x @ up.t()
             silu = a * torch.sigmoid(a)
             outputs.append((silu * b) @ down.t())
-        rows = torch.empty_like(pairs)
-        rows[pairs] = torch.arange(len(pairs), device=pairs.device)
-        per_token = torch.cat(outputs)[rows].view(shape.T, shape.K, shape.d)
+        per_token = torch.cat(outputs)[inverse_of(pairs)].view(shape.T, shape.K, shape.d)
         return torch.bmm(inputs.scores.to(per_token.dtype)[:, None], per_token)[:, 0]
 
     return layer_program(inputs, forward)

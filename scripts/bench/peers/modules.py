@@ -166,11 +166,9 @@ def agreement(a: Any, b: Any, *, weights: bool = True) -> dict[str, float]:
     wrong = [name for name, value in found.items() if not value < LARGEST_DIFFERENCE]
     if weights:
         ours, theirs = (program.weight_gradients() for program in (a, b))
-        for name in ours.keys() & theirs.keys():
-            found[name] = relative_difference(ours[name], theirs[name])
-            wrong += [name] * (not found[name] < LARGEST_OF_WEIGHTS)
+        of_weights = {name: relative_difference(ours[name], theirs[name]) for name in ours.keys() & theirs.keys()}
+        wrong += [name for name, value in of_weights.items() if not value < LARGEST_OF_WEIGHTS]
+        found |= of_weights | {"other_experts": float((out > 0.1).float().mean())}
     if wrong:
         raise RuntimeError(f"the programs compute different layers: {', '.join(wrong)} of {found}")
-    if weights:
-        found["other_experts"] = float((out > 0.1).float().mean())
     return {name: round(value, 6) for name, value in found.items()}
