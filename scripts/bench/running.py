@@ -54,6 +54,7 @@ class Item:
     file: of results; the program's by default.  part: of the file, with "/" between nested names.  single: the part is one row.
     peers: programs beside ours that it has.  rounds: of which times are medians.
     seconds: that items before it leave to it.
+    together: makes one row of a case's runs, which have a ``number`` from 0, and keeps them under "runs".
     """
 
     measure: Callable[[Any, Machine], Row | list[Row]]
@@ -67,6 +68,7 @@ class Item:
     peers: tuple[str, ...] = ()
     rounds: int = 20
     seconds: float = 0.0
+    together: Callable[[list[Row]], Row] | None = None
 
 
 @dataclass(frozen=True)
@@ -188,10 +190,10 @@ def is_of(row: Row, key: Row) -> bool:
     return all(row.get(name) == value for name, value in key.items())
 
 
-def has(record: Row, item: Item, key: Row, peers: Iterable[str] = ()) -> bool:
-    """Whether a record has the rows of a case with these peers, of the kernels and the benchmark that are here."""
+def todays(record: Row, item: Item, key: Row, peers: Iterable[str] = ()) -> list[Row]:
+    """A case's rows with these peers, of the kernels and the benchmark that are here; none if one is of others."""
     rows = [row for row in rows_at(record, item) if is_of(row, key)]
-    return bool(rows) and not any(identity.earlier(row) or {*peers} - {*row.get("peers", peers)} for row in rows)
+    return [] if any(identity.earlier(row) or {*peers} - {*row.get("peers", peers)} for row in rows) else rows
 
 
 def put(record: Row, item: Item, key: Row, rows: list[Row], order: Sequence[Row]) -> None:
@@ -254,8 +256,13 @@ def _run(bench: Bench, options: argparse.Namespace, ranks: Ranks) -> bool:
     gpus = {"gpus": ranks.size} if bench.ranks else {}
     peers = {name: [peer for peer in options.peers if peer in item.peers] for name, item in bench.items.items()}
 
+    def kept(job: Job) -> list[Row]:
+        """The rows that are there, or the runs."""
+        rows = todays(records[files[job.name]], job.item, job.item.key(job.case) | gpus, peers[job.name])
+        return [run for row in rows for run in row["runs"]] if job.item.together else rows
+
     def is_there(job: Job) -> bool:
-        return has(records[files[job.name]], job.item, job.item.key(job.case) | gpus, peers[job.name])
+        return len(kept(job)) > (job.case.number if job.item.together else 0)
 
     left = [job for job in options.jobs if not (options.resume and ranks.told(is_there(job)))]
     for file, record in records.items():
@@ -286,6 +293,8 @@ def _run(bench: Bench, options: argparse.Namespace, ranks: Ranks) -> bool:
             if bench.peers:
                 rows = [row | {"peers": peers[job.name]} for row in rows]
             alike = [each for each in bench.items.values() if each.part == item.part and each.file == item.file]
+            if item.together and rows:
+                rows = [item.together([*kept(job), *rows])]
             if rows:
                 put(record, item, key, rows, [each.key(case) for each in alike for case in (*each.cases, *each.short)])
             if path:
