@@ -231,8 +231,7 @@ def bounds(record: Row) -> list[tuple[str, bool]]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    what = "edit the installed files, see megablocks_edits.py"
-    parser.add_argument("--edit-megablocks", action="store_true", help=what)
+    parser.add_argument("--edit-megablocks", action="store_true", help="the installed files: see megablocks_edits.py")
 
 
 def prepare(options: argparse.Namespace, ranks: Ranks) -> None:

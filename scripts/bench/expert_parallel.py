@@ -256,13 +256,10 @@ def measure(case: Spread, machine: Machine) -> Row:
     _, shape, name = case
     ranks = machine.ranks
     given = inputs_of(shape, ranks)
-    dispatcher: Any
-    if name == "all_to_all":
-        dispatcher = AllToAll(dist.group.WORLD, shape.E)  # type: ignore[arg-type]
-    else:
-        sizes = {"d_model": shape.d, "max_tokens": shape.T, "max_pairs": shape.T * shape.K}
-        dispatcher = Symmetric(dist.group.WORLD, shape.E, device=ranks.device, **sizes)  # type: ignore[arg-type]
-    options = {"row_capacity": int(CAPACITY * shape.T * shape.K)} if name == "capacity" else {}
+    world: Any = dist.group.WORLD
+    sizes: Any = {"d_model": shape.d, "max_tokens": shape.T, "max_pairs": shape.rows, "device": ranks.device}
+    dispatcher: Any = AllToAll(world, shape.E) if name == "all_to_all" else Symmetric(world, shape.E, **sizes)
+    options = {"row_capacity": int(CAPACITY * shape.rows)} if name == "capacity" else {}
     layer = layer_of(shape, given, dispatcher, options)
     most_rows = options.get("row_capacity", ranks.size * shape.rows)  # of a rank
     row: Row = {"ranks": ranks.size, "row_counts": [most_rows]}

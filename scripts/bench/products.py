@@ -167,15 +167,15 @@ def tune(case: tuple[Sizes, str], machine: Machine) -> Row:
     """The layer's version of a product with every tile configuration, ms by configuration."""
     shape, name = case
     arrays = arrays_of(shape, machine.device)
-    calls, failed = {}, {}
+    calls, failed = dict[str, Call](), dict[str, str]()
     for config in gemm.candidates(name):
         label = describe(config)
         try:
-            calls[label] = versions(name, arrays, config)["layer"]
-            calls[label]()
+            call = versions(name, arrays, config)["layer"]
+            call()
             torch.cuda.synchronize()
+            calls[label] = call
         except Exception as error:  # noqa: BLE001  a configuration that doesn't fit is no reason to lose the others
-            calls.pop(label, None)
             failed[label] = f"{type(error).__name__}: {str(error)[:120]}"
     ms = machine.times(calls, tuple(calls)).ms
     row: Row = {"floor_ms": round(cost.product_floor_ms(name, shape), 4)}
@@ -184,10 +184,9 @@ def tune(case: tuple[Sizes, str], machine: Machine) -> Row:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    names = "of " + ", ".join(gemm.PRODUCTS)
+    names = f"of {', '.join(gemm.PRODUCTS)}"
     parser.add_argument("--products", type=some_of(gemm.PRODUCTS), default=[*DEFAULT_PRODUCTS], help=names)
-    what = "time all tile configurations instead"
-    parser.add_argument("--tune", dest="parts", action="store_const", const=["tune"], help=what)
+    parser.add_argument("--tune", dest="parts", action="store_const", const=["tune"], help="time all tiles instead")
 
 
 def of_product(case: tuple[Sizes, str]) -> Row:
