@@ -6,8 +6,7 @@ from dataclasses import fields
 
 from blazeproto.gemm.recipe import FP8, Recipe
 from scripts.bench.common import geometric_mean
-from scripts.bench.markdown import NOT_MEASURED, Record, number
-from scripts.bench.review_tables import noted
+from scripts.bench.markdown import NOT_MEASURED, Record, noted, number
 
 
 def recipe_table(_: Record) -> str:

@@ -3,33 +3,47 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from operator import itemgetter
 
 from scripts.bench.common import geometric_mean
 from scripts.bench.identity import compared
-from scripts.bench.markdown import NOT_MEASURED, OURS, Column, Record, caveat, number, origin, shape_of, table
+from scripts.bench.markdown import (
+    OURS,
+    Record,
+    Rows,
+    Source,
+    gpus_of,
+    least_to_most,
+    number,
+    plain_shape,
+    span,
+    value_of,
+    values,
+    warned,
+)
 from scripts.bench.models.shapes import T
 from scripts.bench.models.tables import ONLY_SIZES, RUNS, share_of_floor
 from scripts.bench.models.tables import times_ours as one_run
-from scripts.bench.module_tables import EVEN, span
-from scripts.bench.module_tables import ratio as module_ratio
-from scripts.bench.paper.cells import of
+from scripts.bench.module_tables import EVEN, TIMES_OURS
+from scripts.bench.paper.cells import of, ratio
+from scripts.bench.render import Entry, Sentence, Table, plainly
 
 HEADLINE = ("Qwen3-30B-A3B", "DeepSeek-V3", "Mixtral 8x7B", "gpt-oss-120b", "GLM-4.5-Air", "Kimi K2")
 MODELS_OF = {"h100": ("Qwen3-30B-A3B", "gpt-oss-120b", "Mixtral 8x7B")}
-PEERS = ("sonic", "grouped_mm", "torch_grouped")
 USERS_CALL = {
     "sonic": "SonicMoE's module",
     "grouped_mm": "transformers' Qwen3-MoE block with `grouped_mm`",
     "torch_grouped": "the same block on torch's `grouped_mm` by hand",
 }
+PEERS = (*USERS_CALL,)
 PACKAGES = ("torch", "sonic-moe", "quack-kernels", "transformers")
-PART = "fwdbwd"
 SHORT = {"sonic": "SonicMoE", "grouped_mm": "transformers", "torch_grouped": "torch grouped_mm"}
 SAID = {"ahead": "faster", "even": "even, within 2 %,", "behind": "slower"}
-VERDICTS = (*SAID,)
+
+
+# ----------------------------------------------------------------------------------------------------- runs of a model
 
 
 def together(runs: Sequence[Record]) -> Record:
@@ -42,8 +56,8 @@ def together(runs: Sequence[Record]) -> Record:
             f"runs: expected one GPU, one set of kernels and one benchmark of {runs[0]['label']}, got others"
         )
     kept = {key: runs[-1][key] for key in ("cfg", "activation", "label", "of")}
-    names = [name for name in (OURS, *PEERS) if any(name in run["programs"] for run in runs)]
-    programs = {name: _medians([run["programs"][name] for run in runs if name in run["programs"]]) for name in names}
+    found = {name: [run["programs"][name] for run in runs if name in run["programs"]] for name in (OURS, *PEERS)}
+    programs = {name: _medians(figures) for name, figures in found.items() if figures}
     return kept | {"programs": programs, "runs": list(runs)}
 
 
@@ -54,8 +68,7 @@ def _medians(figures: Sequence[Record]) -> Record:
 
 def ratios(row: Record, peer: str) -> list[float]:
     """A program's time over ours in each run that has both, forward and backward."""
-    programs = [run["programs"] for run in row["runs"] if peer in run["programs"]]
-    return [each[peer][f"{PART}_ms"] / each[OURS][f"{PART}_ms"] for each in programs]
+    return values(row["runs"], ratio(peer, OURS, "fwdbwd_ms"))
 
 
 def times_ours(row: Record, peer: str) -> float | None:
@@ -65,22 +78,8 @@ def times_ours(row: Record, peer: str) -> float | None:
 
 
 def verdict(ratio: float) -> str:
-    """One of VERDICTS."""
+    """A key of SAID."""
     return "even" if abs(ratio - 1) <= EVEN else "ahead" if ratio > 1 else "behind"
-
-
-def with_span(peer: str, wider_than: float, row: Record) -> str:
-    """The median of the runs' ratios, and their range where it is wider than that share of it."""
-    middle, found = times_ours(row, peer), ratios(row, peer)
-    if middle is None:
-        return number(None)
-    return f"{number(middle)} {span(found)}" if max(found) / min(found) - 1 > wider_than else number(middle)
-
-
-def peak_ratio(row: Record) -> float | None:
-    """Our peak over SonicMoE's."""
-    theirs = row["programs"].get("sonic")
-    return theirs and row["programs"][OURS]["peak_MiB"] / theirs["peak_MiB"]
 
 
 def has_runs(row: Record) -> bool:
@@ -88,99 +87,130 @@ def has_runs(row: Record) -> bool:
     return len(row["runs"]) >= RUNS
 
 
-def ratio_columns(wider_than: float) -> list[Column]:
+# -------------------------------------------------------------------------------------------------------------- tables
+
+
+def with_span(peer: str, wider_than: float, row: Record) -> str:
+    """The median of the runs' ratios, and their range where it is wider than that share of it."""
+    middle, found = times_ours(row, peer), ratios(row, peer)
+    wide = middle is not None and max(found) / min(found) - 1 > wider_than
+    return f"{number(middle)} {span(found)}" if wide else number(middle)
+
+
+def with_runs(source: Source, row: Record) -> float | None:
+    found: float | None = value_of(row, source) if has_runs(row) else None
+    return found
+
+
+def entries(wider_than: float) -> list[Entry]:
     """The models, our time, and its ratios; ranges where they are wider than that share."""
-    columns: list[Column] = [("a layer of", itemgetter("label")), ("blazeproto, ms", of(OURS, f"{PART}_ms"))]
-    columns += [(f"{short} / ours", partial(with_span, peer, wider_than)) for peer, short in SHORT.items()]
-    columns += [("floor / ours", lambda row: number(share_of_floor(row) if has_runs(row) else None))]
-    return [*columns, ("peak, ours / SonicMoE", lambda row: number(peak_ratio(row) if has_runs(row) else None))]
+    return [
+        ("a layer of", "label"),
+        ("blazeproto, ms", of(OURS, "fwdbwd_ms")),
+        *((f"{short} / ours", partial(with_span, peer, wider_than)) for peer, short in SHORT.items()),
+        ("floor / ours", partial(with_runs, share_of_floor)),
+        ("peak, ours / SonicMoE", partial(with_runs, ratio(OURS, "sonic", "peak_MiB"))),
+    ]
 
 
-def caption(rows: Sequence[Record]) -> str:
+def tokens_and_runs(rows: Rows) -> str:
     """The tokens and runs of a table, and which models have fewer runs than the rule asks for."""
     few = [f"{row['label']}: {row['cfg']['T']}" for row in rows if row["cfg"]["T"] != T]
     counts = sorted({len(row["runs"]) for row in rows if has_runs(row)})
-    said = f"Kernel time in bf16, forward + backward of {', '.join([f'{T} tokens', *few])}"
-    said += f"; medians of {' or '.join(map(str, counts))} runs" if counts else ""
+    medians = f"; medians of {' or '.join(map(str, counts))} runs" if counts else ""
+    said = f"Kernel time in bf16, forward + backward of {', '.join([f'{T} tokens', *few])}{medians}."
     fewer = ", ".join(f"{row['label']} ({len(row['runs'])})" for row in rows if not has_runs(row))
-    return f"{said}. Fewer runs than the rule's {RUNS}, so no ratio: {fewer}." if fewer else f"{said}."
+    return f"{said} Fewer runs than the rule's {RUNS}, so no ratio: {fewer}." if fewer else said
 
 
-def headline_table(record: Record) -> str:
-    rows = record["rows"]
-    columns = [*ratio_columns(0.0), ("runs", lambda row: str(len(row["runs"])))]
-    apart = [row["label"] for row in rows if any("versions" in run for run in row["runs"])]  # of a process each
-    said = [caption(rows), "A run is a process of its own; in brackets the range of the runs' ratios."]
-    said += [
-        f"{', '.join(apart)}: each program has a process of its own in a run, so that programs do not take turns."
-    ] * bool(apart)
-    said += [ONLY_SIZES, f"transformers: {USERS_CALL['grouped_mm']}; torch grouped_mm: {USERS_CALL['torch_grouped']}."]
-    return f"{table(rows, columns)}\n\n{' '.join(said)} {origin(rows, *PACKAGES)}".rstrip()
+def headline_note(rows: Rows) -> str:
+    apart = ", ".join(row["label"] for row in rows if any("versions" in run for run in row["runs"]))
+    said = [
+        tokens_and_runs(rows),
+        "A run is a process of its own; in brackets the range of the runs' ratios.",
+        f"{apart}: each program has a process of its own in a run, so that programs do not take turns."
+        if apart
+        else "",
+        ONLY_SIZES,
+        f"transformers: {USERS_CALL['grouped_mm']}; torch grouped_mm: {USERS_CALL['torch_grouped']}.",
+    ]
+    return " ".join(filter(None, said))
 
 
-def readme(record: Record) -> str:
-    """The headline in short."""
-    rows = record["rows"]
-    said = [caption(rows), f"In brackets: ranges of runs wider than {100 * EVEN:.0f} %.", ONLY_SIZES]
-    said += ["transformers: its Qwen3-MoE block with `grouped_mm`; torch grouped_mm: the same on torch's own call."]
-    return f"{table(rows, ratio_columns(EVEN))}\n\n{' '.join(said)} {origin(rows, *PACKAGES)}".rstrip()
+def readme_note(rows: Rows) -> str:
+    """In short."""
+    programs = "transformers: its Qwen3-MoE block with `grouped_mm`; torch grouped_mm: the same on torch's own call."
+    return f"{tokens_and_runs(rows)} In brackets: ranges of runs wider than {100 * EVEN:.0f} %. {ONLY_SIZES} {programs}"
 
 
-def headline_claim(record: Record) -> str:
+HEADLINE_TABLE = Table(
+    "headline", [*entries(0.0), ("runs", lambda row: len(row["runs"]), None)], headline_note, packages=PACKAGES
+)
+TABLES = {
+    "readme": Table("headline", entries(EVEN), readme_note, packages=PACKAGES),
+    "headline": HEADLINE_TABLE,
+    "headline_h100": replace(HEADLINE_TABLE, file="../h100/headline"),
+}
+
+
+# ----------------------------------------------------------------------------------------------------------- sentences
+
+
+def headline_claim(rows: Rows) -> str:
     """On how many models ours is faster, even and slower; sentences of one mode and one GPU."""
     said = []
-    for peer in PEERS:
-        found = {row["label"]: (ratio, row) for row in record["rows"] if (ratio := times_ours(row, peer)) is not None}
-        medians = [ratio for ratio, _ in found.values()]
+    for peer, call in USERS_CALL.items():
+        found = {row["label"]: times for row in rows if (times := times_ours(row, peer)) is not None}
         if len(found) > 1:
-            said.append(f"Than {USERS_CALL[peer]} it is {counted(found)}: {mean_of(medians)}.")
-        for label, (ratio, row) in found.items() if len(found) == 1 else ():
-            of_runs = f"{number(ratio)} times as fast {span(ratios(row, peer))}, the median and range of {len(row['runs'])} runs"
-            said.append(f"Than {USERS_CALL[peer]} it is {SAID[verdict(ratio)]} on {label}: {of_runs}.")
-    if not said:
-        return f"No model has {RUNS} runs yet: no sentence, and no ratio below." if record["rows"] else NOT_MEASURED
-    gpus = ", ".join(sorted({row["of"]["gpu"].split(",")[0] for row in record["rows"]}))
-    first = f"A whole MoE layer of ours, forward + backward in bf16, router and auxiliary loss included, on one {gpus}."
-    note = caveat(record["rows"])
-    return " ".join([first, *said, *([f"**({note[0].upper()}{note[1:]}.)**"] if note else [])])
+            said.append(f"Than {call} it is {counted(found)}: {mean_of([*found.values()])}.")
+        elif found:
+            ((row, times),) = [(row, found[row["label"]]) for row in rows if row["label"] in found]
+            of_runs = f"{number(times)} times as fast {span(ratios(row, peer))}, the median and range of {len(row['runs'])} runs"
+            said.append(f"Than {call} it is {SAID[verdict(times)]} on {row['label']}: {of_runs}.")
+    first = f"A whole MoE layer of ours, forward + backward in bf16, router and auxiliary loss included, on one {gpus_of(rows)}."
+    return " ".join([first, *said]) if said else f"No model has {RUNS} runs yet: no sentence, and no ratio below."
 
 
-def counted(found: dict[str, tuple[float, Record]]) -> str:
+def counted(found: dict[str, float]) -> str:
     """ "faster on 4 of 6 models, even, within 2 %, on A, slower on B"."""
-    of_kind = {kind: [label for label, (each, _) in found.items() if verdict(each) == kind] for kind in VERDICTS}
-    parts = [f"{SAID['ahead']} on {len(of_kind['ahead'])} of {len(found)} models"]
-    return ", ".join(parts + [f"{SAID[kind]} on {', '.join(of_kind[kind])}" for kind in VERDICTS[1:] if of_kind[kind]])
+    of_kind = {kind: [label for label, times in found.items() if verdict(times) == kind] for kind in SAID}
+    ahead = of_kind.pop("ahead")
+    others = [f"{SAID[kind]} on {', '.join(labels)}" for kind, labels in of_kind.items() if labels]
+    return ", ".join([f"{SAID['ahead']} on {len(ahead)} of {len(found)} models", *others])
 
 
 def mean_of(medians: Sequence[float]) -> str:
-    low, high = number(min(medians)), number(max(medians))
-    return f"{number(geometric_mean(medians))} times as fast in the geometric mean (medians of models: {low} to {high})"
+    mean = number(geometric_mean(medians))
+    return f"{mean} times as fast in the geometric mean (medians of models: {least_to_most(medians)})"
 
 
-def single_runs(ratio: Callable[[Record], float | None], record: Record, headline: Record) -> str:
-    """How far a file's ratios of one run each are from the headline's, by the sizes that both have; a sentence."""
-    here = {tuple(shape_of(row)): each for row in record["rows"] if (each := ratio(row)) is not None}
-    both = {
-        row["label"]: (here[shape], there)
-        for row in headline["rows"]
-        if (shape := tuple(shape_of(row))) in here and (there := times_ours(row, "sonic")) is not None
-    }
-    if not both:
-        return NOT_MEASURED
+def beside_headline(source: Source, record: Record, headline: Record) -> Rows:
+    """SonicMoE's time over ours in a file of one run each and in the headline, of the sizes that both have."""
+    here = {plain_shape(row): value_of(row, source) for row in record["rows"]}
     days = sorted({row["of"]["measured"].split(" ")[0] for row in record["rows"]})
-    label, pair = max(both.items(), key=lambda each: abs(each[1][0] - each[1][1]))
+    found = [
+        {"label": row["label"], "days": days, "here": here.get(plain_shape(row)), "there": times_ours(row, "sonic")}
+        for row in headline["rows"]
+    ]
+    return [row for row in found if row["here"] is not None and row["there"] is not None]
+
+
+def single_runs(rows: Rows) -> str:
+    """How far ratios of one run each are from the headline's; a sentence."""
+    far = max(rows, key=lambda row: abs(row["here"] - row["there"]))
     return (
-        f"Single runs of {' and '.join(days)}, not the headline's: SonicMoE's time over ours, forward + backward, is up to "
-        f"{number(abs(pair[0] - pair[1]))} away from the headline's on the {len(both)} models that both have "
-        f"({label}: {number(pair[0])} here, {number(pair[1])} there)."
+        f"Single runs of {' and '.join(far['days'])}, not the headline's: SonicMoE's time over ours, forward + backward, is up "
+        f"to {number(abs(far['here'] - far['there']))} away from the headline's on the {len(rows)} models that both have "
+        f"({far['label']}: {number(far['here'])} here, {number(far['there'])} there)."
     )
 
 
-TABLES = {"readme": ("headline", readme), "headline": ("headline", headline_table)}
-TABLES |= {"headline_h100": ("../h100/headline", headline_table)}
-SENTENCES: dict[str, tuple[str, Callable[..., str]]] = {
-    "headline_claim": ("headline", headline_claim),
-    "headline_claim_h100": ("../h100/headline", headline_claim),
-    "module_single_runs": ("module headline", partial(single_runs, module_ratio)),
-    "models_single_runs": ("models/layers headline", partial(single_runs, partial(one_run, "sonic"))),
+CLAIM = Sentence("headline", headline_claim, note=warned)
+SENTENCES = {
+    "headline_claim": CLAIM,
+    "headline_claim_h100": replace(CLAIM, file="../h100/headline"),
+    "module_single_runs": Sentence("module headline", single_runs, partial(beside_headline, TIMES_OURS), note=plainly),
+    "models_single_runs": Sentence(
+        "models/layers headline", single_runs, partial(beside_headline, one_run("sonic")), note=plainly
+    ),
 }

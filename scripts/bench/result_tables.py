@@ -8,44 +8,43 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 
-from scripts.bench import fp8_tables, headline_tables, tables
+from scripts.bench import (
+    cost_tables,
+    fp8_tables,
+    headline_tables,
+    module_tables,
+    review_tables,
+    tables,
+    training_tables,
+)
 from scripts.bench.blocksparse_tables import block_layers_table, block_products_claim, block_products_table
-from scripts.bench.common import read_json
-from scripts.bench.cost_tables import predicted_claim, predicted_table
+from scripts.bench.common import geometric_mean, read_json
 from scripts.bench.distributed_tables import exchange_share
 from scripts.bench.markdown import (
     LABELS,
     NOT_MEASURED,
     OURS,
-    Column,
     Record,
-    caveat,
-    figure,
+    Rows,
+    least_to_most,
+    mean_and_span,
     number,
     origin,
     plain_shape,
     shape_of,
-    table,
+    span,
+    values,
 )
 from scripts.bench.models import tables as models
-from scripts.bench.module_tables import (
-    EVEN,
-    is_tiny,
-    module_claim,
-    module_details,
-    module_table,
-    router_accuracy,
-    span,
-)
-from scripts.bench.paper.steps_tables import CLAIMS
-from scripts.bench.paper.tables import TABLES as PAPER_TABLES
+from scripts.bench.module_tables import EVEN, by_layer
+from scripts.bench.paper import steps_tables
+from scripts.bench.paper import tables as paper
 from scripts.bench.rank_memory import rank_memory_table
-from scripts.bench.review_tables import REVIEW
-from scripts.bench.training_tables import TRAINING, TRAINING_CLAIMS, curves
+from scripts.bench.render import Entry, Sentence, Table, having, plainly
 
 
 def load(name: str, results: Path) -> Record | None:
@@ -55,232 +54,250 @@ def load(name: str, results: Path) -> Record | None:
     return next((read_json(path) for path in paths if path.exists()), None)
 
 
+# -------------------------------------------------------------------------------------------------- the experts' tables
+
 PEERS = ("torch", "sonic-moe", "quack-kernels")  # whose versions stand under tables of layers
 HOST_FIGURES = {
     "host_fwdbwd_without_dispatch_ms": "with autograd's thread",
     "host_fwdbwd_single_thread_ms": "in one thread",
     "host_fwdbwd_kernels_ms": "its kernels alone, allocated for and launched",
 }
+SHAPE: Entry = ("T, d, n, E, K", plain_shape)
+forward_ms = itemgetter("gpu_fwd_ms")
 
 
 def backward_ms(figures: Record) -> float:
     return float(figures["gpu_fwdbwd_ms"] - figures["gpu_fwd_ms"])
 
 
-def layer_peers(record: Record) -> list[str]:
-    """The peers in a record other than ours, in the order of LABELS."""
-    return [name for name in LABELS if name != OURS and any(name in row["peers"] for row in record["rows"])]
+def eager_ms(figures: Record) -> float:
+    return float(figures["fwd_ms"] + figures["bwd_ms"])
 
 
-def of_peers(names: Sequence[str], first: str, value: Callable[[Record], float], digits: int = 2) -> list[Column]:
+def peers_in(rows: Rows) -> list[str]:
+    """The programs in the rows, ours first."""
+    return [name for name in LABELS if any(name in row["peers"] for row in rows)]
+
+
+def over(above: str, below: str, field: str) -> str:
+    """One program's figure over another's."""
+    return f"peers.{above}.{field} / peers.{below}.{field}"
+
+
+def of_peers(names: Sequence[str], first: str, value: Callable[[Record], float], digits: int = 2) -> list[Entry]:
     """A column a program, with what ``value`` makes of its figures; ours is ``first`` said in full."""
 
-    def column(name: str) -> Column:
+    def entry(name: str) -> Entry:
         head = f"{first}: ours" if name == OURS else LABELS[name]
-        return head, lambda row: number(value(row["peers"][name]) if name in row["peers"] else None, digits)
+        return head, lambda row: value(row["peers"][name]) if name in row["peers"] else None, digits
 
-    return [column(name) for name in names]
-
-
-def over_ours(field: str) -> Callable[[Record], str]:
-    """SonicMoE's figure over ours."""
-
-    def cell(row: Record) -> str:
-        peers = row["peers"]
-        return number(peers["sonic"][field] / peers[OURS][field] if "sonic" in peers else None)
-
-    return cell
+    return [entry(name) for name in names]
 
 
-def layer_table(record: Record) -> str:
+def layer_entries(rows: Rows) -> list[Entry]:
     """Time by shape: ours and the peers, forward and backward, with the ratio to SonicMoE and to the floor."""
-    others = layer_peers(record)
-    of_forward, *forwards = of_peers([OURS, *others], "forward ms", itemgetter("gpu_fwd_ms"))
-    of_backward, *backwards = of_peers([OURS, *others], "backward ms", backward_ms)
-    columns: list[Column] = [("T, d, n, E, K", plain_shape), of_forward, *forwards, ("floor", figure("floor_fwd_ms"))]
-    columns += [of_backward, *backwards, ("floor", figure("floor_bwd_ms"))]
-    columns += [("SonicMoE / ours: fwd", over_ours("gpu_fwd_ms")), ("fwd + bwd", over_ours("gpu_fwdbwd_ms"))]
+    names = peers_in(rows)
+    return [
+        SHAPE,
+        *of_peers(names, "forward ms", forward_ms),
+        ("floor", "floor_fwd_ms"),
+        *of_peers(names, "backward ms", backward_ms),
+        ("floor", "floor_bwd_ms"),
+        ("SonicMoE / ours: fwd", over("sonic", OURS, "gpu_fwd_ms")),
+        ("fwd + bwd", over("sonic", OURS, "gpu_fwdbwd_ms")),
+    ]
+
+
+def layer_note(rows: Rows) -> str:
     means = []
-    for name in others:
-        pairs = [(row["peers"][name], row["peers"][OURS]) for row in record["rows"] if name in row["peers"]]
-        forward = statistics.geometric_mean([peer["gpu_fwd_ms"] / ours["gpu_fwd_ms"] for peer, ours in pairs])
-        backward = statistics.geometric_mean([backward_ms(peer) / backward_ms(ours) for peer, ours in pairs])
-        means.append(f"{LABELS[name]} {number(forward)}× forward, {number(backward)}× backward ({len(pairs)} shapes)")
-    note = f"GPU time, ms. Times of ours, geometric means: {'; '.join(means)}. {origin(record['rows'], *PEERS)}"
-    return f"{table(record['rows'], columns)}\n\n{note}"
+    for name in peers_in(rows)[1:]:
+        pairs = [(row["peers"][name], row["peers"][OURS]) for row in rows if name in row["peers"]]
+        forward, backward = (
+            number(geometric_mean([part(peer) / part(ours) for peer, ours in pairs]))
+            for part in (forward_ms, backward_ms)
+        )
+        means.append(f"{LABELS[name]} {forward}× forward, {backward}× backward ({len(pairs)} shapes)")
+    return f"GPU time, ms. Times of ours, geometric means: {'; '.join(means)}."
 
 
-def layer_claim(record: Record) -> str:
-    """On how many shapes the experts are faster than SonicMoE's, one tiny layer apart, and at what peak; one sentence."""
-    pairs = [(row, row["peers"][OURS], row["peers"]["sonic"]) for row in record["rows"] if "sonic" in row["peers"]]
-    if not pairs:
-        return NOT_MEASURED
-    parts = []
-    for tiny, what in ((False, "shapes"), (True, "sizes of one tiny layer")):
-        times = [s["gpu_fwdbwd_ms"] / o["gpu_fwdbwd_ms"] for row, o, s in pairs if is_tiny(row) is tiny]
-        if times:
-            ahead = f"on {sum(time > 1 + EVEN for time in times)} of {len(times)} {what}"
-            parts.append(
-                f"{ahead}, {number(statistics.geometric_mean(times))} times in the geometric mean {span(times)}"
-            )
-    peaks = [ours["peak_fwdbwd_MiB"] / sonic["peak_fwdbwd_MiB"] for _, ours, sonic in pairs]
-    return (
-        f"faster by more than 2 % than SonicMoE's {', and '.join(parts)}, at {number(statistics.geometric_mean(peaks))} of "
-        f"its peak memory {span(peaks)}{in_brackets(record['rows'])}"
-    )
-
-
-def torch_backward(record: Record) -> str:
-    """How long torch grouped_mm's backward takes, in times its forward, by experts a token; part of a sentence."""
-    found: dict[bool, list[float]] = {True: [], False: []}
-    for row in record["rows"]:
-        if (figures := row["peers"].get("torch_grouped")) is not None:
-            found[row["cfg"]["K"] in (2, 4)].append(backward_ms(figures) / figures["gpu_fwd_ms"])
-    if not all(found.values()):
-        return NOT_MEASURED
-    few, other = (f"{number(min(times))} to {number(max(times))}" for times in found.values())
-    said = f"{few} times as long as its forward with 2 or 4 experts a token, and {other} times with other numbers"
-    return said + in_brackets(record["rows"])
-
-
-def in_brackets(rows: Sequence[Record]) -> str:
-    """`caveat` at the end of a sentence."""
-    return f" ({said})" if (said := caveat(rows)) else ""
-
-
-def eager_table(record: Record) -> str:
+def eager_entries(rows: Rows) -> list[Entry]:
     """Eager time, host time included, of the same programs."""
-    names = [OURS, *layer_peers(record)]
-    columns: list[Column] = [("T, d, n, E, K", plain_shape), *of_peers(names, "forward ms", itemgetter("fwd_ms"))]
-    columns += of_peers(names, "forward + backward ms", lambda figures: figures["fwd_ms"] + figures["bwd_ms"])
-    columns.append(("host ms of ours", figure("peers", OURS, "host_fwdbwd_ms")))
-    known = [row["peers"][OURS] for row in record["rows"] if row["peers"][OURS].keys() >= HOST_FIGURES.keys()]
-    note = origin(record["rows"], *PEERS)
-    if known:
-        medians = [
-            f"{what} {number(statistics.median(r[field] for r in known))}" for field, what in HOST_FIGURES.items()
-        ]
-        note += f" The host in a forward + backward of ours on a dispatch made beforehand, medians of {len(known)} shapes, ms: "
-        note += f"{'; '.join(medians)}."
-    return f"{table(record['rows'], columns)}\n\n{note}"
+    names = peers_in(rows)
+    both = of_peers(names, "forward + backward ms", eager_ms)
+    return [
+        SHAPE,
+        *of_peers(names, "forward ms", itemgetter("fwd_ms")),
+        *both,
+        ("host ms of ours", f"peers.{OURS}.host_fwdbwd_ms"),
+    ]
 
 
-def memory_table(record: Record) -> str:
+def host_note(_: Record, rows: Rows) -> str:
+    known = [row["peers"][OURS] for row in rows if row["peers"][OURS].keys() >= HOST_FIGURES.keys()]
+    if not known:
+        return ""
+    medians = [
+        f"{what} {number(statistics.median(row[field] for row in known))}" for field, what in HOST_FIGURES.items()
+    ]
+    said = "The host in a forward + backward of ours on a dispatch made beforehand, medians of"
+    return f"{said} {len(known)} shapes, ms: {'; '.join(medians)}."
+
+
+def memory_entries(rows: Rows) -> list[Entry]:
     """Saved and peak MiB by shape."""
-    others = layer_peers(record)
-    columns: list[Column] = [("T, d, n, E, K", plain_shape)]
-    columns += of_peers([OURS, *others], "saved MiB", itemgetter("saved_MiB"), 0)
-    columns += of_peers([OURS, *others], "peak MiB", itemgetter("peak_fwdbwd_MiB"), 0)
-    means = []
-    for name in others:
-        pairs = [(row["peers"][OURS], row["peers"][name]) for row in record["rows"] if name in row["peers"]]
-        ratios = [ours["peak_fwdbwd_MiB"] / peer["peak_fwdbwd_MiB"] for ours, peer in pairs]
-        span = f"{number(min(ratios))} to {number(max(ratios))}"
-        means.append(f"{number(statistics.geometric_mean(ratios))} of {LABELS[name]} ({span})")
-    note = f"Our peak, geometric means: {'; '.join(means)}. " if means else ""
-    return f"{table(record['rows'], columns)}\n\n{note}{origin(record['rows'], *PEERS)}"
+    names = peers_in(rows)
+    saved = of_peers(names, "saved MiB", itemgetter("saved_MiB"), 0)
+    return [SHAPE, *saved, *of_peers(names, "peak MiB", itemgetter("peak_fwdbwd_MiB"), 0)]
 
 
-def many_tokens(record: Record) -> str:
-    """The largest batch that was run, one sentence."""
-    if (row := record.get("four_million_tokens")) is None:
-        return NOT_MEASURED
-    return (
-        f"{number(row['cfg']['T'], 0)} tokens at (d, n, E, K) = ({', '.join(shape_of(row)[1:])}): forward + backward "
-        f"{number(row['fwdbwd_ms'])} ms, peak {number(row['peak_fwdbwd_MiB'], 0)} of the GPU's {number(row['gpu_MiB'], 0)} MiB"
-        f"{in_brackets([row])}"
-    )
+def memory_note(rows: Rows) -> str:
+    peaks = {name: values(rows, over(OURS, name, "peak_fwdbwd_MiB")) for name in peers_in(rows)[1:]}
+    means = [f"{number(geometric_mean(each))} of {LABELS[name]} {span(each)}" for name, each in peaks.items()]
+    return f"Our peak, geometric means: {'; '.join(means)}." if means else ""
 
 
-def gather_cost(record: Record) -> str:
-    """Least speed of gathered rows over contiguous ones, products by rows and weight gradients apart; one sentence."""
-    speeds: dict[bool, list[float]] = {False: [], True: []}
-    for row in record["rows"]:
-        if row.get("gathered_to_plain_speed") is not None:
-            speeds[row["product"].endswith("weight")].append(row["gathered_to_plain_speed"])
-    if not all(speeds.values()):
-        return NOT_MEASURED
-    by_rows, weights = (min(found) for found in speeds.values())
-    least = f"gathered rows reach at least {number(by_rows, 3)} of the speed of contiguous rows in the products by rows"
-    return f"{least}, and at least {number(weights, 3)} in the weight gradients{in_brackets(record['rows'])}"
-
-
-def experts_growth(record: Record) -> str:
-    """The time of a dispatch for the most experts over one for the fewest, one sentence."""
-    rows = sorted(record.get("series", {}).get("E", []), key=lambda row: row["E"])
-    if not rows:
-        return NOT_MEASURED
-    least, most = rows[0], rows[-1]
-    conditions = "; ".join(filter(None, [f"T = {least['T']}, K = {least['K']}", caveat([least, most])]))
-    return (
-        f"A dispatch for {most['E']} experts takes {number(most['tiled_ms'] / least['tiled_ms'])} times one for "
-        f"{least['E']} ({conditions})"
-    )
-
-
-PLAIN: dict[str, tuple[str, Callable[..., str]]] = {name: (made.file, made) for name, made in tables.TABLES.items()}
-
-# name of a table -> (results file, what makes it)
-TABLES: dict[str, tuple[str, Callable[..., str]]] = {
-    "module": ("module", module_table),
-    "layer": ("layer", layer_table),
-    "eager": ("layer", eager_table),
-    "memory": ("layer", memory_table),
-    "predicted": ("module", predicted_table),
-    "block_products": ("blocksparse", block_products_table),
-    "block_layers": ("blocksparse", block_layers_table),
-    "rank_memory": ("distributed", rank_memory_table),
-    **PLAIN | TRAINING | PAPER_TABLES | models.TABLES | fp8_tables.TABLES | headline_tables.TABLES,
+EXPERTS = {
+    "layer": Table("layer", layer_entries, layer_note, packages=PEERS),
+    "eager": Table("layer", eager_entries, packages=PEERS, after=host_note),
+    "memory": Table("layer", memory_entries, memory_note, packages=PEERS),
 }
 
 
-def experts_longer(layer: Record, module: Record) -> str:
+# ----------------------------------------------------------------------------------------------------------- sentences
+
+
+def layer_claim(rows: Rows) -> str:
+    """On how many shapes the experts are faster than SonicMoE's, one tiny layer apart, and at what peak; one sentence."""
+    parts = []
+    for what, group in by_layer(rows).items():
+        times = values(group, over("sonic", OURS, "gpu_fwdbwd_ms"))
+        ahead = sum(time > 1 + EVEN for time in times)
+        parts.append(f"on {ahead} of {len(times)} {what}, {mean_and_span(times, ' times')}")
+    peaks = values(rows, over(OURS, "sonic", "peak_fwdbwd_MiB"))
+    faster = f"faster by more than 2 % than SonicMoE's {', and '.join(parts)}"
+    return f"{faster}, at {number(geometric_mean(peaks))} of its peak memory {span(peaks)}"
+
+
+def torch_backward(rows: Rows) -> str:
+    """How long torch grouped_mm's backward takes, in times its forward, by experts a token; part of a sentence."""
+    found: dict[bool, list[float]] = {True: [], False: []}
+    for row in rows:
+        figures = row["peers"]["torch_grouped"]
+        found[row["cfg"]["K"] in (2, 4)].append(backward_ms(figures) / forward_ms(figures))
+    few, others = map(least_to_most, found.values())
+    said = f"{few} times as long as its forward with 2 or 4 experts a token, and {others} times with other numbers"
+    return said if all(found.values()) else ""
+
+
+def many_tokens(rows: Rows) -> str:
+    """The largest batch that was run, one sentence."""
+    (row,) = rows
+    return (
+        f"{number(row['cfg']['T'], 0)} tokens at (d, n, E, K) = ({', '.join(shape_of(row)[1:])}): forward + backward "
+        f"{number(row['fwdbwd_ms'])} ms, peak {number(row['peak_fwdbwd_MiB'], 0)} of the GPU's {number(row['gpu_MiB'], 0)} MiB"
+    )
+
+
+def gather_cost(rows: Rows) -> str:
+    """Least speed of gathered rows over contiguous ones, products by rows and weight gradients apart; one sentence."""
+    speeds: dict[bool, list[float]] = {False: [], True: []}
+    for row in rows:
+        speeds[row["product"].endswith("weight")].append(row["gathered_to_plain_speed"])
+    if not all(speeds.values()):
+        return ""
+    by_rows, weights = (number(min(found), 3) for found in speeds.values())
+    least = f"gathered rows reach at least {by_rows} of the speed of contiguous rows in the products by rows"
+    return f"{least}, and at least {weights} in the weight gradients"
+
+
+def experts_growth(rows: Rows) -> str:
+    """The time of a dispatch for the most experts over one for the fewest, one sentence."""
+    least, most = rows
+    return (
+        f"A dispatch for {most['E']} experts takes {number(most['tiled_ms'] / least['tiled_ms'])} times one for "
+        f"{least['E']} (T = {least['T']}, K = {least['K']})"
+    )
+
+
+def fewest_and_most(record: Record) -> Rows:
+    rows = sorted(record.get("series", {}).get("E", []), key=itemgetter("E"))
+    return [rows[0], rows[-1]] if rows else []
+
+
+def experts_longer(rows: Rows) -> str:
     """On how many shapes the experts alone, by graph replay, take longer than the whole layer as a sum of kernels; a sentence."""
-    whole = {tuple(row["cfg"].values()): row for row in module["rows"]}
     said, least = list[str](), list[float]()
-    rows = [row for row in layer["rows"] if tuple(row["cfg"].values()) in whole]
     for name, field, who in (("sonic", "sonic", "SonicMoE's"), (OURS, "ours", "ours")):
-        pairs = [(row["peers"].get(name), whole[tuple(row["cfg"].values())].get(f"{field}_fwdbwd_ms")) for row in rows]
+        pairs = [(row["peers"].get(name), row["whole"].get(f"{field}_fwdbwd_ms")) for row in rows]
         ratios = [experts["gpu_fwdbwd_ms"] / ms for experts, ms in pairs if experts and ms]
         if ratios:
             longer = sum(ratio > 1 for ratio in ratios)
             said.append(f"{who} on {longer} of {len(ratios)} shapes, up to {number(max(ratios))} times as long")
             least += [ms for experts, ms in pairs if experts and ms and experts["gpu_fwdbwd_ms"] > ms]
-    if not said:
-        return NOT_MEASURED
     of_these = f"; the shortest of these layers takes {number(min(least))} ms" if least else ""
-    return f"The experts alone can take longer here than the whole layer above: {', '.join(said)}{of_these}{in_brackets(rows)}."
+    return f"The experts alone can take longer here than the whole layer above: {', '.join(said)}{of_these}."
 
 
-def batch(record: Record) -> str:
+def with_whole_layer(layer: Record, module: Record) -> Rows:
+    """The experts' rows with the whole layer's of the same sizes, where it was measured."""
+    whole = {plain_shape(row): row for row in module["rows"]}
+    return [row | {"whole": whole[plain_shape(row)]} for row in layer["rows"] if plain_shape(row) in whole]
+
+
+def batch(rows: Rows) -> str:
     """How many batches gave other bits than the whole; a sentence."""
-    if "differing" not in record:
-        return NOT_MEASURED
+    (record,) = rows
     (first, last), batches = record["seeds"], sum(record["batches"].values())
     said = f"{len(record['differing'])} of {batches} batches differ in {record['cases']} cases, seeds {first} to {last}"
-    return f"{said}; {origin([record], 'torch')}"
+    return f"{said}; {origin(rows, 'torch')}"
 
 
-# name of a sentence -> (results files, what makes it of them)
-SENTENCES: dict[str, tuple[str, Callable[..., str]]] = {
-    "experts_longer": ("layer module", experts_longer),
-    "curves": ("curves", curves),
-    "batch": ("batch_invariance", batch),
-    "module_claim": ("module", module_claim),
-    "module_details": ("module", module_details),
-    "router_accuracy": ("router", router_accuracy),
-    "layer_claim": ("layer", layer_claim),
-    "torch_backward": ("layer", torch_backward),
-    "many_tokens": ("layer", many_tokens),
-    "gather_cost": ("products", gather_cost),
-    "block_products_claim": ("blocksparse", block_products_claim),
-    "experts_growth": ("dispatch", experts_growth),
-    "predicted_claim": ("module products", predicted_claim),
-    "exchange_share": ("distributed", exchange_share),
-    **REVIEW | CLAIMS | TRAINING_CLAIMS | models.SENTENCES | fp8_tables.SENTENCES | headline_tables.SENTENCES,
+def four_million(record: Record) -> Rows:
+    return [record[name] for name in ("four_million_tokens",) if name in record]
+
+
+OF_EXPERTS = {
+    "layer_claim": Sentence("layer", layer_claim, having("peers.sonic")),
+    "torch_backward": Sentence("layer", torch_backward, having("peers.torch_grouped")),
+    "many_tokens": Sentence("layer", many_tokens, four_million),
+    "gather_cost": Sentence("products", gather_cost, having("gathered_to_plain_speed")),
+    "experts_growth": Sentence("dispatch", experts_growth, fewest_and_most),
+    "experts_longer": Sentence("layer module", experts_longer, with_whole_layer),
+    "batch": Sentence(
+        "batch_invariance",
+        batch,
+        lambda record: [record] if "differing" in record else [],
+        note=plainly,
+    ),
 }
 
+# ----------------------------------------------------------------------------------------------------------- the pages
 
+Made = tuple[str, Callable[..., str]]  # the results files, and what makes Markdown of their records
+
+
+def placed(*groups: Mapping[str, Table | Sentence]) -> dict[str, Made]:
+    return {name: (made.file, made) for group in groups for name, made in group.items()}
+
+
+TABLES: dict[str, Made] = {
+    "block_products": ("blocksparse", block_products_table),
+    "block_layers": ("blocksparse", block_layers_table),
+    "rank_memory": ("distributed", rank_memory_table),
+    **training_tables.TRAINING | fp8_tables.TABLES,
+    **placed(
+        EXPERTS, module_tables.TABLES_OF_LAYERS, cost_tables.TABLES, tables.TABLES, paper.TABLES, steps_tables.TABLES
+    ),
+    **placed(models.TABLES, headline_tables.TABLES),
+}
+SENTENCES: dict[str, Made] = {
+    "curves": ("curves", training_tables.curves),
+    "block_products_claim": ("blocksparse", block_products_claim),
+    "exchange_share": ("distributed", exchange_share),
+    **training_tables.TRAINING_CLAIMS | fp8_tables.SENTENCES,
+    **placed(OF_EXPERTS, module_tables.SENTENCES, cost_tables.SENTENCES, review_tables.SENTENCES),
+    **placed(steps_tables.SENTENCES, models.SENTENCES, headline_tables.SENTENCES),
+}
 MARKED = re.compile(r"<!-- results:(?P<name>\S+) -->.*?<!-- /results:(?P=name) -->", flags=re.DOTALL)
 
 

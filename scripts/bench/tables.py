@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from blazeproto.gemm.recipe import FP8
 from scripts.bench.distributed_tables import dispatcher, over_one_gpu
-from scripts.bench.markdown import LABELS, OURS, Record, number, plain_shape, shape_of
-from scripts.bench.render import Entry, Source, Table
+from scripts.bench.markdown import LABELS, OURS, Record, Source, number, plain_shape, shape_of
+from scripts.bench.render import Entry, Table
 
 SHAPE: Entry = ("T, d, n, E, K", plain_shape)
 LAYER_PACKAGES = ("torch", "sonic-moe", "quack-kernels")

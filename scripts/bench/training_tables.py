@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from scripts.bench.markdown import NOT_MEASURED, Record, number
+from scripts.bench.markdown import NOT_MEASURED, Record, noted, number
 from scripts.bench.paper.printed import PERPLEXITY
 from scripts.bench.render import Entry, Table
-from scripts.bench.review_tables import noted
 from scripts.lm.compare_backends import largest_difference, smoothed
 from scripts.lm.training_items import ITEMS, RUNS
 

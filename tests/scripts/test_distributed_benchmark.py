@@ -42,9 +42,10 @@ def test_each_mode_has_a_row_of_each_kind(bench: Bench, tmp_path: Path) -> None:
     marked = "\n\n".join(f"<!-- results:{name} --><!-- /results:{name} -->" for name in ("weak_scaling", "rank_losses"))
     filled = fill(marked, tmp_path)
     assert "| fsdp | 2 |" in filled and "| 0.950 |" in filled and "| ep | 1 | 3 | 0.0" in filled
-    plot_results.plot_weak_scaling(record, tmp_path / "picture.png")
-    assert plot_results.caption_in(tmp_path / "picture.png") == plot_results.caption(record)
-    plot_results.plot_weak_scaling({"ep": []}, tmp_path / "none.png")
+    picture = plot_results.PICTURES["weak_scaling.png"]
+    picture.save(record, tmp_path / "picture.png")
+    assert plot_results.caption_in(tmp_path / "picture.png") == picture.caption(record)
+    picture.save({"ep": []}, tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
 
 

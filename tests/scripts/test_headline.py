@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
 
 from scripts.bench import headline_tables, identity, plot_results
-from scripts.bench.headline_tables import NOT_MEASURED, together
+from scripts.bench.headline_tables import together
+from scripts.bench.markdown import NOT_MEASURED
 
 Row = dict[str, Any]
+CLAIM, README, TABLE = headline_tables.CLAIM, headline_tables.TABLES["readme"], headline_tables.TABLES["headline"]
 MODEL, OTHER, THIRD, FOURTH = "Qwen3-30B-A3B", "DeepSeek-V3", "Mixtral 8x7B", "gpt-oss-120b"
 
 
@@ -61,9 +62,7 @@ def record(**ratios: tuple[str, float, int]) -> Row:
 )
 def test_within_two_percent_is_even(ratio: float, verdict: str) -> None:
     assert headline_tables.verdict(ratio) == verdict
-    (said,) = re.findall(
-        r"it is (.*?):", headline_tables.headline_claim(record(one=(MODEL, ratio, 3), two=(OTHER, 3.0, 3)))
-    )
+    (said,) = re.findall(r"it is (.*?):", CLAIM(record(one=(MODEL, ratio, 3), two=(OTHER, 3.0, 3))))
     parts = {
         "ahead": "faster on 2 of 2 models",
         "even": f"faster on 1 of 2 models, even, within 2 %, on {MODEL}",
@@ -74,14 +73,14 @@ def test_within_two_percent_is_even(ratio: float, verdict: str) -> None:
 
 def test_one_model_is_named_with_the_range_of_its_runs() -> None:
     runs = [run(MODEL, 10.0, sonic=theirs) for theirs in (9.6, 9.0, 9.5)]
-    claim = headline_tables.headline_claim({"rows": [together(runs), *record(two=(OTHER, 3.0, 2))["rows"]]})
+    claim = CLAIM({"rows": [together(runs), *record(two=(OTHER, 3.0, 2))["rows"]]})
     assert f"it is slower on {MODEL}: 0.95 times as fast (0.90 to 0.96), the median and range of 3 runs." in claim
     assert "geometric" not in claim and OTHER not in claim
 
 
 def test_the_claim_counts_each_model_once() -> None:
     made = record(a=(MODEL, 1.21, 3), b=(OTHER, 0.97, 4), c=(THIRD, 1.0, 3), d=(FOURTH, 1.5, 2))
-    claim = headline_tables.headline_claim(made)
+    claim = CLAIM(made)
     assert f"faster on 1 of 3 models, even, within 2 %, on {THIRD}, slower on {OTHER}" in claim
     mean = (1.21 * 0.97 * 1.0) ** (1 / 3)
     assert f": {mean:.2f} times as fast in the geometric mean (medians of models: 0.97 to 1.21)" in claim
@@ -90,12 +89,12 @@ def test_the_claim_counts_each_model_once() -> None:
 
 def test_fewer_than_three_runs_count_for_nothing() -> None:
     made = record(a=(MODEL, 1.21, 2))
-    assert headline_tables.headline_claim(made).startswith("No model has 3 runs yet")
-    assert headline_tables.headline_claim({"rows": []}) == NOT_MEASURED
+    assert CLAIM(made).startswith("No model has 3 runs yet")
+    assert CLAIM({"rows": []}) == NOT_MEASURED
     assert headline_tables.times_ours(made["rows"][0], "sonic") is None
-    cells = headline_tables.headline_table(made).splitlines()[2].split(" | ")
+    cells = TABLE(made).splitlines()[2].split(" | ")
     assert cells[1:] == ["10.00", *["–"] * 5, "2 |"]
-    beside = headline_tables.headline_table(record(a=(MODEL, 1.21, 2), b=(OTHER, 1.1, 3)))
+    beside = TABLE(record(a=(MODEL, 1.21, 2), b=(OTHER, 1.1, 3)))
     assert f"medians of 3 runs. Fewer runs than the rule's 3, so no ratio: {MODEL} (2). " in beside
     with_one_more = together([run(MODEL, 10.0, sonic=12.0)] * 2 + [run(MODEL, 10.0)])
     assert headline_tables.times_ours(with_one_more, "sonic") is None, "a run without the peer is none of it"
@@ -112,15 +111,15 @@ def test_a_row_is_the_median_of_its_runs() -> None:
     assert row["programs"]["blazeproto"]["peak_MiB"] == 1000.0 and "fwdbwd_rounds_ms" not in row["programs"]["sonic"]
     assert row["runs"] == runs and row["of"] == runs[-1]["of"]
     assert headline_tables.times_ours(row, "sonic") == pytest.approx(1.1)
-    table = headline_tables.headline_table({"rows": [row]})
-    assert "1.10 (0.95 to 1.30)" in table and "medians of 5 runs" in table
+    table = TABLE({"rows": [row]})
+    assert "1.10 (0.95 to 1.30)" in table and "| 0.83 | 5 |" in table and "medians of 5 runs" in table
 
 
 def test_readme_s_ratios_are_those_of_the_results_page() -> None:
     """The median of the runs' ratios, not a ratio of medians; ranges where they are wider than 2 %."""
     wide = together([run(MODEL, ours, sonic=theirs) for ours, theirs in ((10.0, 13.0), (8.0, 8.0), (11.0, 12.1))])
     narrow = together([run(OTHER, 10.0, sonic=theirs) for theirs in (11.0, 11.1, 11.2)])
-    short, long = (make({"rows": [wide, narrow]}) for make in (headline_tables.readme, headline_tables.headline_table))
+    short, long = (make({"rows": [wide, narrow]}) for make in (README, TABLE))
     assert "| 1.10 (1.00 to 1.30) |" in short and "| 1.10 (1.00 to 1.30) |" in long
     assert "| 1.11 |" in short and "| 1.11 (1.10 to 1.12) |" in long
     assert "In brackets: ranges of runs wider than 2 %." in short
@@ -131,23 +130,20 @@ def test_captions_span_all_runs() -> None:
     times = [f"2026-11-27 {hour}:04 UTC" for hour in (22, 23)]
     made = {"rows": [together([run(MODEL, 10.0, measured, sonic=11.0) for measured in (*times, times[1])])]}
     when = "2026-11-27 22:04 to 2026-11-27 23:04 UTC"
-    assert all(when in said for said in (headline_tables.readme(made), headline_tables.headline_table(made)))
-    assert when in plot_results.caption(made)
+    assert all(when in said for said in (README(made), TABLE(made)))
+    assert when in plot_results.PICTURES["speed.png"].caption(made)
 
 
 def test_a_caption_says_whose_programs_do_not_take_turns() -> None:
-    made = {
-        "rows": [together([run(MODEL, 10.0, sonic=11.0) | {"versions": {}}] * 3), *record(b=(OTHER, 1.1, 3))["rows"]]
-    }
-    assert f" {MODEL}: each program has a process of its own in a run, so that programs do not take turns." in (
-        headline_tables.headline_table(made)
-    )
+    apart = together([run(MODEL, 10.0, sonic=11.0) | {"versions": {}}] * 3)
+    made = TABLE({"rows": [apart, *record(b=(OTHER, 1.1, 3))["rows"]]})
+    assert f" {MODEL}: each program has a process of its own in a run, so that programs do not take turns." in made
 
 
 def test_how_far_single_runs_are_from_the_headline() -> None:
     headline_record = record(a=(MODEL, 1.0, 3), b=(FOURTH, 1.5, 2))
     single = run(OTHER, 10.0, sonic=10.9)  # of the same sizes
-    ratio = headline_tables.SENTENCES["models_single_runs"][1]
+    ratio = headline_tables.SENTENCES["models_single_runs"]
     assert ratio({"rows": [single]}, headline_record) == (
         "Single runs of 2026-11-27, not the headline's: SonicMoE's time over ours, forward + backward, is up to 0.09 away "
         f"from the headline's on the 1 models that both have ({MODEL}: 1.09 here, 1.00 there)."
@@ -155,18 +151,15 @@ def test_how_far_single_runs_are_from_the_headline() -> None:
     assert ratio({"rows": []}, headline_record) == NOT_MEASURED
 
 
-def test_a_plot_s_legend_is_whole_and_its_colours_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Figure] = []
-    monkeypatch.setattr(plot_results, "save", lambda figure, *_: drawn.append(figure))
-    peers = dict.fromkeys(headline_tables.PEERS, 12.0)
-    plot_results.plot_models({"rows": [together([run(MODEL, 10.0, **peers)] * 3)]}, tmp_path / "speed.png")
-    plot_results.plot_models(record(a=(MODEL, 1.1, 2)), tmp_path / "speed.png")
-    (figure,) = drawn
+def test_a_plot_s_legend_is_whole_and_its_colours_differ() -> None:
+    peers, figure = dict.fromkeys(headline_tables.PEERS, 12.0), Figure(layout="constrained")
+    plot_results.plot_models(figure, {"rows": [together([run(MODEL, 10.0, **peers)] * 3)]})
     figure.draw_without_rendering()
     (legend,) = figure.legends
     inside = legend.get_window_extent()
     assert inside.x0 >= 0 and inside.x1 <= figure.bbox.width and len(legend.get_texts()) == 4
     assert len({*plot_results.COLORS.values()}) == len(plot_results.COLORS)
+    assert not plot_results.with_runs(record(a=(MODEL, 1.1, 2)))
 
 
 @pytest.mark.parametrize("key", ["gpu", "kernels", "protocol"])
@@ -183,8 +176,3 @@ def test_runs_of_kernels_with_the_same_machine_code_go_together(monkeypatch: pyt
     assert together(runs[:2])["programs"]["blazeproto"]["fwdbwd_ms"] == 10.0
     with pytest.raises(ValueError, match="one set of kernels"):
         together(runs[1:])
-
-
-def test_our_peak_is_beside_sonic_moes() -> None:
-    assert headline_tables.peak_ratio(together([run(MODEL, 10.0, sonic=16.0)])) == pytest.approx(10 / 16)
-    assert headline_tables.peak_ratio(together([run(MODEL, 10.0)])) is None

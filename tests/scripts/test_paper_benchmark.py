@@ -17,7 +17,7 @@ from blazeproto.gemm import Sizes
 from scripts.bench import common, peers, plot_results, running, timing
 from scripts.bench.identity import earlier
 from scripts.bench.paper import __main__ as paper
-from scripts.bench.paper import cells, kernels, layers, moeblaze_tables, printed, sonicmoe_tables, tables
+from scripts.bench.paper import cells, kernels, layers, printed, steps_tables, tables
 from scripts.bench.paper.layers import Case
 from scripts.bench.peers import layers as programs
 from scripts.bench.result_tables import fill
@@ -57,11 +57,12 @@ def test_the_tables_of_the_page_are_made_of_the_files(measured: Path) -> None:
 
 
 def test_the_plots_are_drawn(measured: Path, tmp_path: Path) -> None:
-    drawn = [(name, plot, picture) for name, plot, picture in plot_results.PICTURES if "paper" in name]
-    assert {picture for _, _, picture in drawn} == {shown.picture for shown in tables.SHOWN.values()} - {""}
-    for name, plot, picture in drawn:
-        plot(record_of(measured, name.rpartition("/")[2]), tmp_path / picture)
-        assert (tmp_path / picture).stat().st_size > 5000
+    drawn = {name: picture for name, picture in plot_results.PICTURES.items() if picture.file.startswith("paper/")}
+    pictured = {made.picture for made in (tables.TABLES | steps_tables.TABLES).values()} - {""}
+    assert {*drawn} == {picture.rpartition("(")[2].rstrip(")") for picture in pictured}
+    for name, picture in drawn.items():
+        picture.save(record_of(measured.parent, picture.file), tmp_path / name)
+        assert (tmp_path / name).stat().st_size > 5000
 
 
 @pytest.mark.gpu
@@ -75,7 +76,7 @@ def test_every_item_runs_on_a_gpu(tmp_path: Path) -> None:
         assert "failed" not in record and len(record["rows"]) == len(small[name].short)
         assert all(row["of"]["kernels"] and not earlier(row) for row in record["rows"])
     (row,) = record_of(tmp_path / "paper", "sonicmoe-kernels")["rows"]
-    known = [line for line in tables.SHOWN["kernels"].rows([row]) if line["ms"] > 0]
+    known = [line for line in tables.our_kernels({"rows": [row]}) if line["ms"] > 0]
     assert {line["kernel"] for line in known} == {name for _, name in kernels.our_kernels(paper.SMALL)}
 
 
@@ -191,35 +192,35 @@ def test_floors_are_of_the_gpu_that_a_row_is_of() -> None:
     for other in ("none", "NVIDIA A100-SXM4-80GB, driver 1", "NVIDIA GH200 480GB, driver 1"):
         assert cells.floor(row_of(other), cells.experts_ms) is None
     y, d_out, scores = 2 * 4 * 32768 * 4096, 2 * 32768 * 4096, 4 * 4 * 32768
-    assert cells.floor(h100, sonicmoe_tables.dot_ms) == pytest.approx((y + d_out + scores) / 3.35e9)
-    assert cells.floor(h200, moeblaze_tables.dispatch_ms) == cost.floor_ms(0.0, cost.dispatch_bytes(4 * 32768))
+    assert cells.floor(h100, tables.dot_ms) == pytest.approx((y + d_out + scores) / 3.35e9)
+    assert cells.floor(h200, tables.dispatch_ms) == cost.floor_ms(0.0, cost.dispatch_bytes(4 * 32768))
 
 
-def test_the_rates_of_floors_stand_under_tables_that_have_some(measured: Path) -> None:
-    record = record_of(measured, "moeblaze-dispatch")
-    assert "Floors:" not in tables.notes(tables.SHOWN["dispatch"], record), "a CPU has no rates"
-    for row in record["rows"]:
-        row["of"]["gpu"] = "NVIDIA H100 80GB HBM3, driver 580.159.04"
-    assert "Floors: 785 TFLOP/s and 3.35 TB/s (H100: operations measured" in tables.notes(
-        tables.SHOWN["dispatch"], record
-    )
-    record = record_of(measured, "combine")
-    record["rows"][0]["of"]["gpu"] = "NVIDIA H200, driver 580.159.04"
-    assert "Floors:" not in tables.notes(tables.SHOWN["combine"], record)
+@pytest.mark.parametrize(
+    ("name", "gpu", "rates"),
+    [
+        ("dispatch", "none", ""),  # a CPU has none
+        ("dispatch", "NVIDIA H100 80GB HBM3, driver 580.159.04", "Floors: 785 TFLOP/s and 3.35 TB/s (H100: operations"),
+        ("combine", "NVIDIA H200, driver 580.159.04", ""),
+    ],
+)
+def test_the_rates_of_floors_stand_under_tables_that_have_some(measured: Path, name: str, gpu: str, rates: str) -> None:
+    file = tables.TABLES[f"paper_{name}"].file
+    rows = [row | {"of": row["of"] | {"gpu": gpu}} for row in record_of(measured.parent, file)["rows"]]
+    made = tables.TABLES[f"paper_{name}"]({"rows": rows})
+    assert rates in made and ("Floors:" in made) is bool(rates)
 
 
 def test_the_versions_under_a_table_are_those_of_its_programs(measured: Path) -> None:
-    record = record_of(measured, "combine")
-    versions = (
-        "torch 2.11.0, sonic-moe 0.1.2, quack-kernels 0.3.11, megablocks 0.11, transformers 5.17.0, liger-kernel 0.8.5"
-    )
+    record, combine = record_of(measured, "combine"), tables.TABLES["paper_combine"]
+    versions = "torch 2.11.0, sonic-moe 0.1.2, quack-kernels 0.3.11, megablocks 0.11, transformers 5.17.0"
     for row in record["rows"]:
         row["of"]["versions"] = versions
-    assert "; torch 2.11.0; " in tables.notes(tables.SHOWN["combine"], record)
+    assert "; torch 2.11.0; " in combine(record)
     record["rows"][0]["programs"]["sonic"] = {}
-    assert "; torch 2.11.0, SonicMoE 0.1.2, QuACK 0.3.11; " in tables.notes(tables.SHOWN["combine"], record)
+    assert "; torch 2.11.0, SonicMoE 0.1.2, QuACK 0.3.11; " in combine(record)
     record["rows"][0]["absent"] = {"mb_sparse": "it does not run"}
-    assert "QuACK 0.3.11, MegaBlocks 0.11; " in tables.notes(tables.SHOWN["combine"], record)
+    assert "QuACK 0.3.11, MegaBlocks 0.11; " in combine(record)
 
 
 def test_the_work_of_our_kernels_is_the_layer_s() -> None:
@@ -306,7 +307,7 @@ def test_what_sonicmoe_s_text_says_is_computed() -> None:
         }
 
     rows = [row(24576, 1536, 256, 128, 8), row(32768, 4096, 1024, 64, 4), row(32768, 4096, 2048, 64, 4)]
-    found = tables.SHOWN["claims"].rows(rows)
+    found = tables.claims({"rows": rows})
     assert [each["sonic"] for each in found] == [
         "0.80 (0.80 to 0.80)",
         "0.55 (0.55 to 0.55)",
@@ -314,4 +315,4 @@ def test_what_sonicmoe_s_text_says_is_computed() -> None:
         "1.60 (1.60 to 1.60)",
     ]
     assert found[0]["ours"] == "1.00 (1.00 to 1.00)" and found[0]["printed"] == "0.88 (0.86 to 0.91)"
-    assert len(tables.SHOWN["granularity"].rows(rows)) == 1
+    assert len(tables.granularity({"rows": rows})) == 1

@@ -10,8 +10,8 @@ import pytest
 
 from blazeproto import cost
 from blazeproto.gemm import Sizes
-from scripts.bench import review_tables
 from scripts.bench.markdown import NOT_MEASURED
+from scripts.bench.review_tables import SENTENCES
 from scripts.bench.training_tables import TRAINING_CLAIMS
 
 OF = {
@@ -31,25 +31,25 @@ def layer(activation: str, halves: int, more_MiB: float, **fields: Any) -> dict[
 
 
 def test_what_the_intermediates_are_of_the_bytes() -> None:
-    said = review_tables.memory_split({"rows": [layer("gelu", 1, 8.0), layer("swiglu", 2, 4.0)]})
+    said = SENTENCES["memory_split"]({"rows": [layer("gelu", 1, 8.0), layer("swiglu", 2, 4.0)]})
     assert "50 to 50 % with gelu, 80 to 80 % with swiglu" in said and "earlier" not in said
-    assert review_tables.memory_split({"rows": [layer("gelu", 1, 8.0, **EARLIER)]}).endswith("(of earlier kernels)")
+    assert SENTENCES["memory_split"]({"rows": [layer("gelu", 1, 8.0, **EARLIER)]}).endswith("(of earlier kernels)")
 
 
 def test_megablocks_over_ours() -> None:
     assert (
         "3.00 times the time (3.00 to 3.00) and 2.00 times the bytes for backward (2.00 to 2.00), geometric means of 1"
-        in (review_tables.megablocks_claim({"rows": [layer("gelu", 1, 8.0)]}))
+        in (SENTENCES["megablocks_claim"]({"rows": [layer("gelu", 1, 8.0)]}))
     )
     without = {key: value for key, value in layer("gelu", 1, 8.0).items() if not key.startswith("megablocks")}
-    assert review_tables.megablocks_claim({"rows": [without]}) == NOT_MEASURED
+    assert SENTENCES["megablocks_claim"]({"rows": [without]}) == NOT_MEASURED
 
 
 def test_skew_and_dispatch() -> None:
     skewed = {"zipf": {"fwdbwd_to_uniform": 1.25}, "half_on_one": {"fwdbwd_to_uniform": 0.5}} | OF
-    assert review_tables.skew_claim({"skew": [skewed]}).startswith("0.50 to 1.25 times")
+    assert SENTENCES["skew_claim"]({"skew": [skewed]}).startswith("0.50 to 1.25 times")
     row = {"sort_ms": 3.0, "tiled_ms": 0.5, "dense_ms": 2.0, "tiled_workspace_share": 0.02} | OF
-    said = review_tables.dispatch_claim({"rows": [row]})
+    said = SENTENCES["dispatch_claim"]({"rows": [row]})
     assert (
         "takes 6.0 to 6.0 times" in said and "1.5 to 1.5 times" in said and said.endswith("at most 2.0 % of that map")
     )
@@ -61,12 +61,12 @@ def test_recomputing_is_what_cost_predicts() -> None:
     longer = 100 * (
         cost.predicted_product_ms("up_forward", sizes, "B200") / sum(cost.predicted_layer_ms(sizes, gpu="B200"))
     )
-    said = review_tables.recompute_claim({"rows": [{"cfg": CFG}]})
+    said = SENTENCES["recompute_claim"]({"rows": [{"cfg": CFG}]})
     assert f'"recompute" keeps {share:.0f} to {share:.0f} %' in said
     assert said.endswith(f"{longer:.0f} to {longer:.0f} % on a B200")
 
 
-@pytest.mark.parametrize("name", review_tables.REVIEW)
+@pytest.mark.parametrize("name", SENTENCES)
 def test_the_page_has_every_sentence(name: str) -> None:
     assert f"<!-- results:{name} -->" in PAGE.read_text()
 

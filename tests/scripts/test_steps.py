@@ -41,18 +41,18 @@ def test_the_page_s_tables_and_sentences_are_made_of_the_files(measured: Path) -
         assert filled != text and fill(filled, measured.parent) == filled
         assert "scripts.bench.paper" not in filled
     for name in NAMES:
-        claim = steps_tables.CLAIMS[f"{name}_claim"][1]
+        claim = steps_tables.SENTENCES[f"{name}_claim"]
         assert claim(record_of(measured, name)) != NOT_MEASURED == claim({"rows": []})
 
 
 def test_every_step_and_every_activation_is_there(measured: Path) -> None:
     (row,) = record_of(measured, "waterfall")["rows"]
     assert [*row["programs"]] == [*steps_tables.STEPS] and [*row["absent"]] == ["mb_sparse"]
-    lines = steps_tables.steps_of([row])
+    lines = steps_tables.steps_of({"rows": [row]})
     less = {line["program"]: line.get("less_saved_MiB") for line in lines}
     saved = {name: each["saved_MiB"] for name, each in row["programs"].items()}
     assert less["plain"] is None and less["recompute"] == saved["minimal"] - saved["recompute"] > 0
-    found = [line["program"] for line in steps_tables.activations_of(record_of(measured, "activations")["rows"])]
+    found = [line["program"] for line in steps_tables.activations_of(record_of(measured, "activations"))]
     assert sorted(found) == sorted(ACTIVATIONS)
 
 

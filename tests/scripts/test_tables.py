@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scripts.bench import result_tables, training_tables
+from scripts.bench import render, result_tables, training_tables
 from scripts.bench.markdown import NOT_MEASURED
 from scripts.bench.tables import TABLES
 
@@ -36,7 +36,9 @@ def test_a_peak_over_several_gpus_is_beside_that_of_one() -> None:
 
 
 def test_ours_and_peers_have_a_column_each() -> None:
-    columns = result_tables.of_peers(["blazeproto", "sonic"], "forward ms", lambda figures: figures["ms"])
+    columns = render.columns(
+        result_tables.of_peers(["blazeproto", "sonic"], "forward ms", lambda figures: figures["ms"])
+    )
     assert [head for head, _ in columns] == ["forward ms: ours", "SonicMoE"]
     row: dict[str, Any] = {"peers": {"blazeproto": {"ms": 1.5}}}
     assert [cell(row) for _, cell in columns] == ["1.50", "–"]
@@ -54,9 +56,10 @@ def test_shapes_without_a_peer_are_left_out_of_its_ratios() -> None:
             {"cfg": {"T": 2}, "ours_fwdbwd_ms": 2.0, "sonic_fwdbwd_ms": 1.0},
         ]
     }
-    said = result_tables.experts_longer(layer, module)
+    experts_longer = result_tables.OF_EXPERTS["experts_longer"]
+    said = experts_longer(layer, module)
     assert "SonicMoE" not in said and "ours on 1 of 2 shapes, up to 1.50 times as long" in said
-    assert result_tables.experts_longer({"rows": layer["rows"][1:]}, {"rows": []}) == NOT_MEASURED
+    assert experts_longer({"rows": layer["rows"][1:]}, {"rows": []}) == NOT_MEASURED
 
 
 def test_torch_s_backward_is_said_by_experts_a_token() -> None:
@@ -65,11 +68,11 @@ def test_torch_s_backward_is_said_by_experts_a_token() -> None:
         return {"cfg": SIZES | {"K": K}, "peers": {"torch_grouped": figures}, "of": OF}
 
     rows = [row(2, 3.5), row(4, 2.25), row(8, 2.5), row(1, 1.5), {"cfg": SIZES, "peers": {}, "of": OF}]
-    said = result_tables.torch_backward({"rows": rows})
-    assert said == (
+    torch_backward = result_tables.OF_EXPERTS["torch_backward"]
+    assert torch_backward({"rows": rows}) == (
         "2.25 to 3.50 times as long as its forward with 2 or 4 experts a token, and 1.50 to 2.50 times with other numbers"
     )
-    assert result_tables.torch_backward({"rows": rows[:2]}) == NOT_MEASURED
+    assert torch_backward({"rows": rows[:2]}) == NOT_MEASURED
 
 
 def test_losses_are_compared_relative_to_the_others() -> None:

@@ -1,52 +1,68 @@
-"""Cells and rows of programs' figures, which the papers' tables share."""
+"""Rows and values of programs' figures, which the tables of papers, models and the headline share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from operator import itemgetter
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
 
 from blazeproto import cost
 from blazeproto.gemm import Sizes
-from scripts.bench.markdown import LABELS, Column, Record, figure, number, plain_shape
+from scripts.bench.markdown import LABELS, OURS, Record, Rows, look_up, plain_shape
+from scripts.bench.render import Entry
 
-Rows = list[Record]
-Cell = Callable[[Record], str]
-SHAPE: Column = ("T, d, n, E, K", plain_shape)
-LABEL: Column = ("", itemgetter("label"))
-ACTIVATION: Column = ("activation", itemgetter("activation"))
-
-
-def of(program: str, field: str, digits: int = 2) -> Cell:
-    return figure("programs", program, field, digits=digits)
+SHAPE: Entry = ("T, d, n, E, K", plain_shape)
+LABEL: Entry = ("", "label")
+ACTIVATION: Entry = ("activation", "activation")
 
 
-def value(row: Record, program: str, field: str) -> float | None:
-    found: float | None = row["programs"].get(program, {}).get(field)
+def of(program: str, field: str) -> str:
+    """The place of a program's figure in a row."""
+    return f"programs.{program}.{field}"
+
+
+def ratio(over: str, under: str, field: str) -> str:
+    """One program's figure over another's."""
+    return f"{of(over, field)} / {of(under, field)}"
+
+
+def of_programs(names: Sequence[str], head: str, field: str, digits: int = 2) -> list[Entry]:
+    """A column for each program; ours has the head in full."""
+    return [(f"{head}: ours" if name == OURS else LABELS[name], of(name, field), digits) for name in names]
+
+
+def figure_of(field: str, row: Record, program: str) -> float | None:
+    found: float | None = look_up(row, of(program, field))
     return found
 
 
-def ratio(over: str, under: str, field: str, digits: int = 2) -> Cell:
-    """One program's figure over another's."""
-
-    def cell(row: Record) -> str:
-        above, below = value(row, over, field), value(row, under, field)
-        return number(above / below if above and below else None, digits)
-
-    return cell
+def programs_in(rows: Rows) -> list[str]:
+    """Those of LABELS that some row has."""
+    return [name for name in LABELS if any(name in row["programs"] for row in rows)]
 
 
-def backward_ms(row: Record, program: str) -> float | None:
-    both, forward = value(row, program, "fwdbwd_ms"), value(row, program, "fwd_ms")
-    return None if both is None or forward is None else both - forward
+def by_program(record: Record) -> Rows:
+    """A row for each program of each row."""
+    return [
+        {key: row[key] for key in ("cfg", "activation", "label", "of")} | {"program": name} | each
+        for row in record["rows"]
+        for name, each in row["programs"].items()
+    ]
 
 
-def tflops(row: Record, program: str, part: str) -> float | None:
-    """TFLOP/s of a SwiGLU layer: 6 T K n d operations forward ("fwd"), 12 T K n d backward ("bwd")."""
-    ms = value(row, program, "fwd_ms") if part == "fwd" else backward_ms(row, program)
-    sizes = row["cfg"]
-    operations = (6 if part == "fwd" else 12) * sizes["T"] * sizes["K"] * sizes["n"] * sizes["d"]
-    return 1e-9 * operations / ms if ms else None
+def with_speeds(record: Record) -> Rows:
+    """The rows, each program with the ms of its backward alone, and with the TFLOP/s of a SwiGLU layer: 6 T K n d operations
+    forward ("fwd_tflops"), 12 T K n d backward."""
+
+    def more(row: Record, figures: Record) -> Record:
+        operations = 6e-9 * math.prod(row["cfg"][key] for key in "TKnd")
+        forward, backward = figures["fwd_ms"], (figures["fwdbwd_ms"] - figures["fwd_ms"]) or math.nan
+        speeds = {"fwd_tflops": operations / forward, "bwd_tflops": 2 * operations / backward}
+        return figures | speeds | {"bwd_ms": backward}
+
+    return [
+        row | {"programs": {name: more(row, figures) for name, figures in row["programs"].items()}}
+        for row in record["rows"]
+    ]
 
 
 def gpu_of(row: Record) -> str | None:
@@ -60,35 +76,6 @@ def floor(row: Record, least_ms: Callable[[Sizes, str], float]) -> float | None:
     return None if gpu is None else least_ms(Sizes(**row["cfg"]), gpu)
 
 
-def floor_cell(least_ms: Callable[[Sizes, str], float], digits: int = 2) -> Cell:
-    return lambda row: number(floor(row, least_ms), digits)
-
-
 def experts_ms(sizes: Sizes, gpu: str) -> float:
     """The floor of a layer's experts, forward and backward."""
     return sum(cost.layer_floor_ms(sizes, gpu))
-
-
-def programs_in(rows: Rows) -> list[str]:
-    """Those of LABELS that some row has."""
-    return [name for name in LABELS if any(name in row["programs"] for row in rows)]
-
-
-def by_program(rows: Rows) -> Rows:
-    """A row for each program of each row."""
-    kept = ("cfg", "activation", "label", "of")
-    return [
-        {key: row[key] for key in kept} | {"program": name} | each
-        for row in rows
-        for name, each in row["programs"].items()
-    ]
-
-
-def looked_up(known: dict[Any, Any], key: Callable[[Record], Any], index: int, digits: int = 1) -> Cell:
-    """A printed figure."""
-
-    def cell(row: Record) -> str:
-        found = known.get(key(row))
-        return "–" if found is None else number(found[index], digits)
-
-    return cell

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any
 
 from blazeproto import cost
-from scripts.bench.markdown import LABELS, Column, Record, number, origin, table, with_figures
-from scripts.bench.paper import moeblaze_tables as moeblaze
-from scripts.bench.paper import sonicmoe_tables as sonicmoe
-from scripts.bench.paper import steps_tables as steps
-from scripts.bench.paper.cells import Rows, by_program, gpu_of
+from blazeproto.gemm import Sizes
+from scripts.bench.markdown import LABELS, OURS, Record, Rows, least_to_most, look_up, number, values
+from scripts.bench.paper import printed
+from scripts.bench.paper.cells import (
+    ACTIVATION,
+    LABEL,
+    SHAPE,
+    by_program,
+    experts_ms,
+    floor,
+    gpu_of,
+    of,
+    of_programs,
+    programs_in,
+    ratio,
+    with_speeds,
+)
+from scripts.bench.render import Entry, Table
+
+# -------------------------------------------------------------------------------------------- what stands below a table
 
 PACKAGES = {
     "sonic": ("sonic-moe", "quack-kernels"),
@@ -23,105 +40,353 @@ PACKAGES = {
 """Whose versions stand under a table in which a program is."""
 
 
-class Shown(NamedTuple):
-    """A table. columns: of the rows that it has; ``rows`` makes them of a file's.  note: stands below."""
-
-    item: str  # whose results it shows
-    title: str
-    columns: Callable[[Rows], list[Column]]
-    note: str = ""
-    rows: Callable[[Rows], Rows] = list
-    picture: str = ""  # in docs/
+def packages_of(record: Record) -> list[str]:
+    programs = {name for row in record["rows"] for name in (*row.get("programs", {}), *row.get("absent", {}))}
+    return ["torch", *dict.fromkeys(package for name, each in PACKAGES.items() if name in programs for package in each)]
 
 
-SHOWN = {
-    "figures": Shown(
-        "moeblaze-figures", "MoEBlaze, Figures 3 to 6", moeblaze.figures_columns, picture="paper_moeblaze.png"
-    ),
-    "scale": Shown("moeblaze-scale", "MoEBlaze, Table 2", moeblaze.scale_columns),
-    "dispatch": Shown("moeblaze-dispatch", "MoEBlaze, Table 3", moeblaze.dispatch_columns),
-    "ablation": Shown("moeblaze-ablation", "MoEBlaze, Tables 4 and 5", moeblaze.ablation_columns, rows=by_program),
-    "gather": Shown("moeblaze-gather", "MoEBlaze §7.3, rows gathered by index", moeblaze.gather_columns),
-    "combine": Shown("combine", "A token's experts summed in the product, or gathered", moeblaze.combine_columns),
-    "layers": Shown(
-        "sonicmoe-layers", "SonicMoE, Figures 5 and 6a", sonicmoe.layers_columns, picture="paper_sonicmoe.png"
-    ),
-    "granularity": Shown(
-        "sonicmoe-layers", "SonicMoE, Figure 1", sonicmoe.granularity_columns, rows=sonicmoe.granularity
-    ),
-    "claims": Shown(
-        "sonicmoe-layers",
-        "SonicMoE, what its text says",
-        sonicmoe.claims_columns,
-        "Means, and least to most.",
-        sonicmoe.claims,
-    ),
-    "phases": Shown(
-        "sonicmoe-kernels",
-        "SonicMoE, Figure 2a",
-        sonicmoe.phases_columns,
-        rows=sonicmoe.phases,
-        picture="paper_kernels.png",
-    ),
-    "kernels": Shown("sonicmoe-kernels", "Our kernels in it", sonicmoe.our_kernels_columns, rows=sonicmoe.our_kernels),
-    "rounding": Shown(
-        "sonicmoe-rounding",
-        "SonicMoE, Figures 3 and 7, the experts alone",
-        sonicmoe.rounding_columns,
-        picture="paper_rounding.png",
-    ),
-    "waterfall": Shown(
-        "waterfall",
-        "What each step saves",
-        steps.waterfall_columns,
-        "Sums of kernel durations.",
-        steps.steps_of,
-        "waterfall.png",
-    ),
-    "policies": Shown(
-        "policies",
-        "Save policies over T and n",
-        steps.policies_columns,
-        "The experts alone, forward + backward.",
-        picture="policies.png",
-    ),
-    "activations": Shown("activations", "Activations", steps.activations_columns, rows=steps.activations_of),
-    "scores": Shown("sonicmoe-scores", "SonicMoE, appendix D.1", sonicmoe.scores_columns),
-}
+def absent(record: Record, _: Rows) -> str:
+    """The programs that are absent from some rows, and why."""
+    reasons = {LABELS.get(name, name): why for row in record["rows"] for name, why in row.get("absent", {}).items()}
+    missing = "; ".join(f"{name} ({why})" for name, why in reasons.items())
+    return f"Absent from some rows: {missing}." if missing else ""
 
 
-def rates(gpu: str) -> str:
-    operations, least_bytes, source = cost.GPUS[gpu]
-    return f"Floors: {number(operations / 1e12, 0)} TFLOP/s and {number(least_bytes / 1e12)} TB/s ({gpu}: {source})."
+def rates_and_absent(record: Record, rows: Rows) -> str:
+    """The rates of floors too."""
+    said = []
+    for gpu in sorted(filter(None, {*map(gpu_of, rows)})):
+        operations, least_bytes, source = cost.GPUS[gpu]
+        rates = f"{number(operations / 1e12, 0)} TFLOP/s and {number(least_bytes / 1e12)} TB/s"
+        said.append(f"Floors: {rates} ({gpu}: {source}).")
+    return " ".join(filter(None, [*said, absent(record, rows)]))
 
 
-def notes(shown: Shown, record: Record) -> str:
-    """Notes: the GPU and date, the rates of its floors, and the absent programs."""
-    rows = record["rows"]
-    there = shown.rows(rows) or rows
-    absent = {name: reason for row in rows for name, reason in row.get("absent", {}).items()}
-    programs = {name for row in rows for name in (*row.get("programs", {}), *row.get("absent", {}))}
-    packages = [package for name, each in PACKAGES.items() if name in programs for package in each]
-    missing = "; ".join(f"{LABELS.get(name, name)} ({reason})" for name, reason in absent.items())
-    floors = [rates(gpu) for gpu in sorted(filter(None, {*map(gpu_of, there)}))]
-    said = [
-        shown.note,
-        origin(there, "torch", *dict.fromkeys(packages)),
-        *(floors if any("floor" in head for head, _ in shown.columns(there)) else ()),
-        f"Absent from some rows: {missing}." if missing else "",
+Programs = partial(Table, packages=packages_of, after=absent, only_measured=True)
+BesideFloor = partial(Programs, after=rates_and_absent)
+
+
+# --------------------------------------------------------------------------------------------------- rows and columns
+
+
+def with_printed(
+    known: Mapping[Any, Sequence[Any]], key: Callable[[Record], Hashable], *names: str
+) -> Callable[[Record], Rows]:
+    """The rows, each with the figures that a paper prints of it, by name."""
+    return lambda record: [
+        row | {"printed": dict(zip(names, known.get(key(row), ()), strict=False))} for row in record["rows"]
     ]
-    return " ".join(filter(None, said))
 
 
-def markdown(shown: Shown, record: Record) -> str:
-    """As a page has it, its picture first."""
-    rows = shown.rows(record["rows"])
-    picture = f"![{shown.title}]({shown.picture})\n\n" if shown.picture else ""
-    columns = with_figures(rows, shown.columns(rows))
-    return f"{picture}{table(rows, columns)}\n\n{notes(shown, record)}"
+def over_floor(row: Record) -> float | None:
+    """How many times the floor MegaBlocks takes: the most that can be had over it on this GPU."""
+    ms, least = look_up(row, of("mb_sparse", "fwdbwd_ms")), floor(row, experts_ms)
+    return ms / least if ms and least else None
 
 
-TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
-    f"paper_{name}": (f"paper/{shown.item}", partial(markdown, shown)) for name, shown in SHOWN.items()
+def dispatch_ms(sizes: Sizes, gpu: str) -> float:
+    return cost.floor_ms(0.0, cost.dispatch_bytes(sizes.rows), gpu)
+
+
+def dot_ms(sizes: Sizes, gpu: str) -> float:
+    """The floor of <dO, Y>: both are read in bf16, a number a row is written in fp32."""
+    return cost.floor_ms(0.0, 2 * sizes.d * (sizes.rows + sizes.T) + 4 * sizes.rows, gpu)
+
+
+def ablation(record: Record) -> Rows:
+    """A row for each line of MoEBlaze's Tables 4 and 5."""
+    rows = by_program(record)
+    for row in rows:
+        if lines := printed.ABLATION.get(tuple(row["cfg"][key] for key in "dEn")):
+            row["printed"] = dict(zip(("ms", "MB"), lines[printed.LINES.index(row["program"])], strict=True))
+    return rows
+
+
+def combine_entries(rows: Rows) -> list[Entry]:
+    modes = list(dict.fromkeys(name for row in rows for name in row["programs"]))
+    parts = (("fwd_ms", "forward ms", 2), ("fwdbwd_ms", "fwd + bwd ms", 2), ("peak_MiB", "peak MiB", 0))
+    measured: list[Entry] = [
+        (f"{head}: {mode}" if mode == modes[0] else mode, of(mode, field), digits)
+        for field, head, digits in parts
+        for mode in modes
+    ]
+    gathered: list[Entry] = [
+        (f"{mode} / gather", ratio(mode, "gather", "fwdbwd_ms")) for mode in modes if mode != "gather"
+    ]
+    return [SHAPE, *measured, *gathered]
+
+
+def layers_entries(rows: Rows) -> list[Entry]:
+    names = programs_in(rows)
+    return [
+        SHAPE,
+        *of_programs(names, "forward TFLOP/s", "fwd_tflops", 0),
+        *of_programs(names, "backward TFLOP/s", "bwd_tflops", 0),
+        *of_programs(names, "saved MiB", "saved_MiB", 0),
+        *of_programs(names, "peak MiB", "peak_MiB", 0),
+    ]
+
+
+def granularity(record: Record) -> Rows:
+    """Figure 1's four shapes, coarse to fine."""
+    rows = [row for row in record["rows"] if (row["cfg"]["T"], row["cfg"]["d"]) == (32768, 4096)]
+    return sorted((row for row in rows if row["cfg"]["n"] * row["cfg"]["K"] == 4096), key=lambda row: row["cfg"]["K"])
+
+
+def granularity_entries(rows: Rows) -> list[Entry]:
+    names = programs_in(rows)
+    head = "speed of the bmm bound's, forward"
+    speeds: list[Entry] = [
+        (f"{head}: ours" if name == OURS else LABELS[name], ratio("bmm_ub", name, "fwd_ms"))
+        for name in names
+        if name != "bmm_ub"
+    ]
+    return [SHAPE, ("d / n", "cfg.d / cfg.n", 0), *of_programs(names, "saved MiB", "saved_MiB", 0), *speeds]
+
+
+def claims(record: Record) -> Rows:
+    """The claims of SonicMoE's text about Figures 1, 5 and 6a, measured: a row a claim, by program."""
+    rows = with_speeds(record)
+    seven = [row for row in rows if (row["cfg"]["d"], row["cfg"]["n"]) == (1536, 256)]
+    small = [row for row in rows if row["cfg"]["d"] in (768, 1536)]
+    claimed = {
+        "forward speed over the bmm bound's, the four shapes of Figure 1": (
+            granularity(record),
+            "bmm_ub",
+            "{}",
+            "fwd_ms",
+        ),
+        "saved bytes over ScatterMoE's, 7B with n = 256": (seven, "{}", "scattermoe", "saved_MiB"),
+        "speed over ScatterMoE's, forward + backward, 1.4B and 7B": (small, "scattermoe", "{}", "fwdbwd_ms"),
+        "backward speed over ScatterMoE's, 7B with n = 256": (seven, "scattermoe", "{}", "bwd_ms"),
+    }
+
+    def mean(program: str, of_rows: Rows, *measure: str) -> str:
+        found = values(of_rows, ratio(*measure).format(program))
+        return f"{number(statistics.fmean(found))} ({least_to_most(found)})" if found else number(None)
+
+    return [
+        {
+            "said": said,
+            "printed": cited,
+            "sonic": mean("sonic", *measure),
+            "ours": mean(OURS, *measure),
+            "of": rows[-1]["of"],
+        }
+        for (said, measure), cited in zip(claimed.items(), printed.CLAIMS, strict=True)
+        if rows
+    ]
+
+
+def phases(record: Record) -> Rows:
+    """A row for each program and phase."""
+    return [
+        {"cfg": row["cfg"], "of": row["of"], "program": name, "phase": phase} | found
+        for row in record["rows"]
+        for name, each in row["programs"].items()
+        for phase, found in each.items()
+    ]
+
+
+def our_kernels(record: Record) -> Rows:
+    """A row for each of our kernels whose operations and bytes are known."""
+    ours = [row for row in phases(record) if row["program"] == OURS]
+    return [row | line for row in ours for line in row["kernels"] if "least_bytes" in line]
+
+
+def short(kernel: str) -> str:
+    """A kernel's name for a cell."""
+    name = kernel.replace("void ", "").split("<")[0].split("(")[0].replace("|", "/")
+    return f"`{name[:40]}`"
+
+
+def longest(row: Record) -> str:
+    return "; ".join(f"{short(line['kernel'])} {number(line['ms'])}" for line in row["kernels"][:4])
+
+
+ROUTINGS = {"top_k": "top-k", "rounded": "nearest", "down": "DOWN", "up": "UP"}
+
+
+def of_routings(head: str, field: str) -> list[Entry]:
+    heads = ROUTINGS | {"top_k": f"{head}: top-k"}
+    return [(said, f"{name}.{field}", 0) for name, said in heads.items()]
+
+
+def printed_gain(row: Record) -> str:
+    found = printed.ROUNDING_GAIN.get((row["label"], row["cfg"]["E"]))
+    return ", ".join(number(each, 3) for each in found) if found else number(None)
+
+
+# ---------------------------------------------------------------------------------------------------------- the tables
+
+OF_MEGABLOCKS = ("mb_sparse", OURS)
+TABLES = {
+    "paper_figures": BesideFloor(
+        "paper/moeblaze-figures",
+        [
+            LABEL,
+            SHAPE,
+            ACTIVATION,
+            ("saved MiB: ours", of(OURS, "saved_MiB"), 0),
+            ("ours, as Algorithm 1", of("paper", "saved_MiB"), 0),
+            ("MegaBlocks", of("mb_sparse", "saved_MiB"), 0),
+            (
+                "printed MB: MoEBlaze, MegaBlocks",
+                lambda row: printed.FIGURE_MEMORY.get((row["label"], row["activation"])),
+            ),
+            ("peak MiB: ours", of(OURS, "peak_MiB"), 0),
+            ("MegaBlocks", of("mb_sparse", "peak_MiB"), 0),
+            ("fwd + bwd ms: ours", of(OURS, "fwdbwd_ms")),
+            ("MegaBlocks", of("mb_sparse", "fwdbwd_ms")),
+            ("floor", partial(floor, least_ms=experts_ms)),
+            ("MegaBlocks / ours", ratio(*OF_MEGABLOCKS, "fwdbwd_ms")),
+            ("eager", ratio(*OF_MEGABLOCKS, "eager_fwdbwd_ms")),
+            ("printed", lambda row: printed.FIGURE_SPEED[row["activation"]]),
+            ("MegaBlocks / floor", over_floor),
+            ("up projection, FLOP/B", "up_operations_a_byte", 0),
+        ],
+        picture="![MoEBlaze, Figures 3 to 6](paper_moeblaze.png)",
+    ),
+    "paper_scale": BesideFloor(
+        "paper/moeblaze-scale",
+        [
+            ACTIVATION,
+            ("T", "cfg.T", None),
+            ("fwd + bwd ms: ours", of(OURS, "fwdbwd_ms")),
+            ("eager", of(OURS, "eager_fwdbwd_ms")),
+            ("printed", "printed.ms", 1),
+            ("MegaBlocks", of("mb_sparse", "fwdbwd_ms")),
+            ("eager", of("mb_sparse", "eager_fwdbwd_ms")),
+            ("printed", "printed.megablocks_ms", 1),
+            ("MegaBlocks / ours", ratio(*OF_MEGABLOCKS, "fwdbwd_ms")),
+            ("eager", ratio(*OF_MEGABLOCKS, "eager_fwdbwd_ms")),
+            ("printed", "printed.megablocks_ms / printed.ms", 1),
+            ("MegaBlocks / floor", over_floor),
+            ("saved MiB: ours", of(OURS, "saved_MiB"), 0),
+            ("ours, as Algorithm 1", of("paper", "saved_MiB"), 0),
+            ("printed", "printed.MB", 0),
+            ("MegaBlocks", of("mb_sparse", "saved_MiB"), 0),
+            ("printed", "printed.megablocks_MB", 0),
+            ("peak MiB: ours", of(OURS, "peak_MiB"), 0),
+            ("MegaBlocks", of("mb_sparse", "peak_MiB"), 0),
+        ],
+        rows=with_printed(
+            printed.SCALE,
+            lambda row: (row["activation"], row["cfg"]["T"]),
+            *("ms", "MB", "megablocks_ms", "megablocks_MB"),
+        ),
+    ),
+    "paper_dispatch": BesideFloor(
+        "paper/moeblaze-dispatch",
+        [
+            LABEL,
+            ("E / K", lambda row: f"{row['cfg']['E']} / {row['cfg']['K']}"),
+            ("ms: ours", "tiled_ms", 3),
+            ("the paper's three steps", "dense_ms", 3),
+            ("CuPy sort", "sort_ms", 3),
+            ("torch.sort", "torch_sort_ms", 3),
+            ("floor", partial(floor, least_ms=dispatch_ms), 3),
+            ("printed: sorting", "printed.sorting", 1),
+            ("hash", "printed.hash", 1),
+            ("CuPy sort / the three steps", "sort_ms / dense_ms", 1),
+            ("CuPy sort / ours", "sort_ms / tiled_ms", 1),
+            ("printed: sorting / hash", "printed.sorting / printed.hash", 1),
+        ],
+        rows=with_printed(printed.DISPATCH, itemgetter("label"), "sorting", "hash"),
+    ),
+    "paper_ablation": Programs(
+        "paper/moeblaze-ablation",
+        [
+            SHAPE,
+            ("", "program"),
+            ("fwd + bwd ms: eager", "eager_fwdbwd_ms"),
+            ("kernels", "fwdbwd_ms"),
+            ("printed", "printed.ms"),
+            ("saved MiB", "saved_MiB", 0),
+            ("printed", lambda row: str(row["printed"]["MB"]) if "printed" in row else None),
+            ("peak MiB", "peak_MiB", 0),
+        ],
+        rows=ablation,
+    ),
+    "paper_gather": Programs(
+        "paper/moeblaze-gather",
+        [
+            SHAPE,
+            ("ms: gathered", "gathered_ms"),
+            ("rows in order", "contiguous_ms"),
+            ("grouped_mm after a copy", "copied_torch_ms"),
+            ("grouped_mm, rows in order", "torch_ms"),
+            ("gathered over rows in order, %", lambda row: 100 * row["gather_overhead"], 1),
+            ("printed", lambda row: f"about {number(100 * printed.GATHER_OVERHEAD, 0)}"),
+        ],
+    ),
+    "paper_combine": Programs("paper/combine", combine_entries),
+    "paper_layers": Programs(
+        "paper/sonicmoe-layers",
+        layers_entries,
+        rows=with_speeds,
+        picture="![SonicMoE, Figures 5 and 6a](paper_sonicmoe.png)",
+    ),
+    "paper_granularity": Programs("paper/sonicmoe-layers", granularity_entries, rows=granularity),
+    "paper_claims": Programs(
+        "paper/sonicmoe-layers",
+        [("", "said"), ("printed of SonicMoE", "printed"), ("SonicMoE here", "sonic"), ("ours", "ours")],
+        "Means, and least to most.",
+        claims,
+    ),
+    "paper_phases": Programs(
+        "paper/sonicmoe-kernels",
+        [
+            SHAPE,
+            ("program", lambda row: LABELS[row["program"]]),
+            ("", "phase"),
+            ("ms of products", "products_ms"),
+            ("of all others", "others_ms"),
+            ("TFLOP/s of the products", "tflops", 0),
+            ("longest kernels, ms", longest),
+        ],
+        rows=phases,
+        picture="![SonicMoE, Figure 2a](paper_kernels.png)",
+    ),
+    "paper_kernels": Programs(
+        "paper/sonicmoe-kernels",
+        [
+            SHAPE,
+            ("", "phase"),
+            ("kernel", lambda row: short(row["kernel"])),
+            ("launches", "launches", 0),
+            ("ms", "ms", 3),
+            ("TFLOP/s", lambda row: 1e-9 * row["operations"] / row["ms"], 0),
+            ("TB/s", lambda row: 1e-9 * row["least_bytes"] / row["ms"]),
+        ],
+        rows=our_kernels,
+    ),
+    "paper_rounding": Programs(
+        "paper/sonicmoe-rounding",
+        [
+            LABEL,
+            SHAPE,
+            ("empty rows of tiles, %", lambda row: 100 * row["wasted"], 1),
+            *of_routings("forward TFLOP/s", "fwd_tflops"),
+            *of_routings("backward TFLOP/s", "bwd_tflops"),
+            ("nearest over top-k: forward", "rounded.fwd_tflops / top_k.fwd_tflops", 3),
+            ("backward", "rounded.bwd_tflops / top_k.bwd_tflops", 3),
+            ("both", "rounded.fwdbwd_tflops / top_k.fwdbwd_tflops", 3),
+            ("printed", printed_gain),
+        ],
+        picture="![SonicMoE, Figures 3 and 7, the experts alone](paper_rounding.png)",
+    ),
+    "paper_scores": BesideFloor(
+        "paper/sonicmoe-scores",
+        [
+            SHAPE,
+            ("backward ms, dS in it", "bwd_ms"),
+            ("⟨dO, Y⟩ beside it", "dot_ms", 3),
+            ("floor", partial(floor, least_ms=dot_ms), 3),
+            ("of the backward, %", lambda row: 100 * row["dot_ms"] / row["bwd_ms"], 1),
+            ("saved MiB", "saved_MiB", 0),
+            ("with Y", lambda row: row["saved_MiB"] + row["y_MiB"], 0),
+        ],
+    ),
 }
-"""Of docs/papers.md and docs/results.md: the results file and what makes the table, as `result_tables.TABLES` has them."""
+"""By the name of a marker, as `scripts.bench.tables.TABLES`."""
