@@ -81,7 +81,6 @@ def of_config(case: Tiled) -> Row:
 FULL: list[Tiled] = [(PRESETS["hopper"], (1, 2, 4, 8, 16, 32, 64))]
 QUICK: list[Tiled] = [(PRESETS["hopper"], (1, 8, 64))]
 BENCH = Bench("attention_tiles", __doc__, {"rows": Item(measure, FULL, [(SMALL, (1, 2, 4, 8))], QUICK, of_config)})
-main = partial(run, BENCH)
 
 if __name__ == "__main__":
-    main()
+    run(BENCH)

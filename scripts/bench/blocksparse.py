@@ -19,7 +19,7 @@ durations by the profiler; bytes kept for backward, and the peak. MegaBlocks is 
 import argparse
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,21 +46,14 @@ LARGEST_DIFFERENCE = 1e-2
 # ------------------------------------------------------------------------------------------------------------ products
 
 
-class Problem(NamedTuple):
-    """The operands of a model's six products: for torch.bmm by expert, and the same for the block-sparse ones."""
-
-    topology: Topology
-    values: Tensor  # h, in blocks
-    x: Tensor  # (E, rows, d)
-    h: Tensor  # (E, rows, n)
-    w: Tensor  # (E, d, n)
-    w_t: Tensor  # (E, n, d)
-    flat_x: Tensor  # (E rows, d)
-    flat_w: Tensor  # (d, E n)
-    flat_w_t: Tensor  # (E n, d)
+Operands = tuple[Tensor, Tensor, Tensor, Tensor]
+"""x (E, rows, d), h (E, rows, n), w (E, d, n) and w_t (E, n, d), for torch.bmm; or for the block-sparse products the same as x
+(E rows, d), h in blocks, w (d, E n) and w_t (E n, d)."""
+Products = dict[str, Callable[[], Tensor]]
 
 
-def problem_of(model: str, device: str) -> Problem:
+def problem_of(model: str, device: str) -> tuple[Topology, Operands, Operands]:
+    """The topology of a model's six products, and their operands, for block-sparse ones and for torch.bmm."""
     d, n, rows = MODELS[model]
     generator = torch.Generator(device).manual_seed(0)
 
@@ -73,36 +66,35 @@ def problem_of(model: str, device: str) -> Problem:
     }
     x, h = normal(EXPERTS, rows, d), normal(EXPERTS, rows, n)
     w, w_t = normal(EXPERTS, d, n, fan_in=d), normal(EXPERTS, n, d, fan_in=n)
-    flat = x.flatten(0, 1), w.transpose(0, 1).flatten(1).contiguous(), w_t.flatten(0, 1)
-    return Problem(Topology(host.shape, **lists), in_blocks(h), x, h, w, w_t, *flat)
+    flat = rows_of(x), in_blocks(h), columns_of(w).contiguous(), rows_of(w_t)
+    return Topology(host.shape, **lists), flat, (x, h, w, w_t)
 
 
-def products_of(problem: Problem) -> dict[str, Callable[[], Tensor]]:
+def products_of(topology: Topology, operands: Operands) -> Products:
     """Ours, by the paper's names."""
-    topology, values, *_, flat_x, flat_w, flat_w_t = problem
+    x, values, w, w_t = operands
     return {
-        "SDD": lambda: gemm.sdd(flat_x, flat_w, topology),
-        "DSD": lambda: gemm.dsd(values, flat_w_t, topology),
-        "SDD^T": lambda: gemm.sdd(flat_x, flat_w_t, topology, transpose_b=True),
-        "DS^TD": lambda: gemm.dsd(values, flat_x, topology, transpose_s=True),
-        "DSD^T": lambda: gemm.dsd(values, flat_w, topology, transpose_b=True),
-        "DD^TS": lambda: gemm.dds(flat_x, values, topology, transpose_a=True),
+        "SDD": lambda: gemm.sdd(x, w, topology),
+        "DSD": lambda: gemm.dsd(values, w_t, topology),
+        "SDD^T": lambda: gemm.sdd(x, w_t, topology, transpose_b=True),
+        "DS^TD": lambda: gemm.dsd(values, x, topology, transpose_s=True),
+        "DSD^T": lambda: gemm.dsd(values, w, topology, transpose_b=True),
+        "DD^TS": lambda: gemm.dds(x, values, topology, transpose_a=True),
     }
 
 
-def batched_products_of(
-    problem: Problem,
-) -> dict[str, tuple[list[Callable[[], Tensor]], Callable[[Tensor], Tensor]]]:
+def rows_of(made: Tensor) -> Tensor:
+    return made.flatten(0, 1)
+
+
+def columns_of(made: Tensor) -> Tensor:
+    return made.transpose(0, 1).flatten(1)
+
+
+def batched_products_of(operands: Operands) -> dict[str, tuple[list[Callable[[], Tensor]], Callable[[Tensor], Tensor]]]:
     """torch.bmm with each layout, and how the first one's result lies as ours does."""
-    _, _, x, h, w, w_t, *_ = problem
+    x, h, w, w_t = operands
     w_lies, w_t_lies = w.mT.contiguous().mT, w_t.mT.contiguous().mT
-
-    def rows_of(made: Tensor) -> Tensor:
-        return made.flatten(0, 1)
-
-    def columns_of(made: Tensor) -> Tensor:
-        return made.transpose(0, 1).flatten(1)
-
     return {
         "SDD": ([lambda: torch.bmm(x, w), lambda: torch.bmm(x, w_lies)], in_blocks),
         "DSD": ([lambda: torch.bmm(h, w_t), lambda: torch.bmm(h, w_t_lies)], rows_of),
@@ -113,40 +105,35 @@ def batched_products_of(
     }
 
 
-def stk_products_of(problem: Problem) -> dict[str, Callable[[], Tensor]]:
+def stk_products_of(topology: Topology, operands: Operands) -> Products:
     """Those of stanford-stk, MegaBlocks' own (Triton)."""
     import stk
 
-    topology, values, *_, flat_x, flat_w, flat_w_t = problem
+    x, values, w, w_t = operands
     rows, columns = topology.row_indices.short(), topology.column_indices.short()
     transposed = (rows[topology.block_offsets_t], topology.column_offsets, topology.block_offsets_t)
     s = stk.Matrix(topology.shape, values, rows, columns, topology.row_offsets, *transposed)
     return {
-        "SDD": lambda: stk.ops.sdd(flat_x, flat_w, s).data,
-        "DSD": lambda: stk.ops.dsd(s, flat_w_t),
-        "SDD^T": lambda: stk.ops.sdd(flat_x, flat_w_t.t(), s).data,
-        "DS^TD": lambda: stk.ops.dsd(s.t(), flat_x),
-        "DSD^T": lambda: stk.ops.dsd(s, flat_w.t()),
-        "DD^TS": lambda: stk.ops.dds(flat_x.t(), s),
+        "SDD": lambda: stk.ops.sdd(x, w, s).data,
+        "DSD": lambda: stk.ops.dsd(s, w_t),
+        "SDD^T": lambda: stk.ops.sdd(x, w_t.t(), s).data,
+        "DS^TD": lambda: stk.ops.dsd(s.t(), x),
+        "DSD^T": lambda: stk.ops.dsd(s, w.t()),
+        "DD^TS": lambda: stk.ops.dds(x.t(), s),
     }
 
 
-def bsr_products_of(problem: Problem) -> dict[str, Callable[[], Tensor]]:
+def bsr_products_of(topology: Topology, operands: Operands) -> Products:
     """Those of torch's block-sparse rows (Triton), which have no transposed sparse operand."""
     from torch.sparse import _triton_ops as triton
 
-    topology, values, *_, flat_x, flat_w, flat_w_t = problem
+    x, values, w, w_t = operands
     s = torch.sparse_bsr_tensor(topology.row_offsets, topology.column_indices, values, topology.shape)
-
-    def sampled(b: Tensor) -> Tensor:
-        made: Tensor = triton.sampled_addmm(s, flat_x, b, beta=0.0).values()
-        return made
-
     return {
-        "SDD": lambda: sampled(flat_w),
-        "DSD": lambda: triton.bsr_dense_mm(s, flat_w_t),
-        "SDD^T": lambda: sampled(flat_w_t.t()),
-        "DSD^T": lambda: triton.bsr_dense_mm(s, flat_w.t()),
+        "SDD": lambda: triton.sampled_addmm(s, x, w, beta=0.0).values(),
+        "DSD": lambda: triton.bsr_dense_mm(s, w_t),
+        "SDD^T": lambda: triton.sampled_addmm(s, x, w_t.t(), beta=0.0).values(),
+        "DSD^T": lambda: triton.bsr_dense_mm(s, w.t()),
     }
 
 
@@ -168,10 +155,10 @@ def topology_ms(model: str, machine: Machine) -> float:
 def measure_products(case: tuple[str, str], machine: Machine) -> list[Row]:
     """A row a product. RuntimeError where ours computes something else."""
     _, model = case
-    made, topology = [], topology_ms(model, machine)
-    problem = problem_of(model, machine.device)
-    ours, batched = products_of(problem), batched_products_of(problem)
-    for name, (bmms, as_ours) in batched.items():
+    made, making = [], topology_ms(model, machine)
+    topology, flat, by_expert = problem_of(model, machine.device)
+    ours = products_of(topology, flat)
+    for name, (bmms, as_ours) in batched_products_of(by_expert).items():
         difference = relative_difference(ours[name](), as_ours(bmms[0]()))
         if not difference < LARGEST_DIFFERENCE:
             raise RuntimeError(f"{name} of {model}: differs from torch.bmm by {difference:.3g}")
@@ -183,17 +170,17 @@ def measure_products(case: tuple[str, str], machine: Machine) -> list[Row]:
             "bmm_ms": min(ms.values()),
             "bmm_layouts_ms": [*ms.values()],
         }
-        made.append(row | {"topology_ms": topology, "difference": round(difference, 6)})
+        made.append(row | {"topology_ms": making, "difference": round(difference, 6)})
     return made
 
 
 def measure_others(case: tuple[str, str], machine: Machine) -> list[Row]:
     """A row a product that runs and computes what ours does."""
     part, model = case
-    problem = problem_of(model, machine.device)
-    ours, made = products_of(problem), []
-    theirs = {"stk": stk_products_of, "bsr": bsr_products_of}[part](problem)
-    for name, product in theirs.items():
+    topology, flat, _ = problem_of(model, machine.device)
+    ours, made = products_of(topology, flat), []
+    theirs = {"stk": stk_products_of, "bsr": bsr_products_of}[part]
+    for name, product in theirs(topology, flat).items():
         result = peers.if_it_runs(f"{part} {name}", product, {})
         if result is not None and relative_difference(result, ours[name]()) < LARGEST_DIFFERENCE:
             ms = machine.times({part: product}, [part]).ms[part]
@@ -207,13 +194,16 @@ def measure_others(case: tuple[str, str], machine: Machine) -> list[Row]:
 def measure_layers(case: tuple[Sizes, str], machine: Machine) -> Row:
     """RuntimeError where a program computes something else than `MoE`."""
     shape, activation = case
-    builds: dict[str, peers.Build] = {
-        "dmoe": partial(layers.dmoe, activation=activation),
-        "dropping": partial(layers.dropping, activation=activation),
-        "moe": partial(layers.ours, activation=activation),
-        "megablocks": partial(layers.megablocks, activation=activation),
+    builds: dict[str, Any] = {
+        "dmoe": layers.dmoe,
+        "dropping": layers.dropping,
+        "moe": layers.ours,
+        "megablocks": layers.megablocks,
     }
-    programs, absent = peers.build_all(builds, shape, [peers.make_inputs(shape, device=machine.device)])
+    with_activation: dict[str, peers.Build] = {
+        name: partial(build, activation=activation) for name, build in builds.items()
+    }
+    programs, absent = peers.build_all(with_activation, shape, [peers.make_inputs(shape, device=machine.device)])
     found = peers.output_differences(programs, "moe")
     differences = {name: round(each, 6) for name, each in found.items() if name != "moe"}
     if wrong := {name: each for name, each in differences.items() if not each < LARGEST_DIFFERENCE}:
@@ -241,8 +231,7 @@ def bounds(record: Row) -> list[tuple[str, bool]]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    what = "edit the installed files, see megablocks_edits.py"
-    parser.add_argument("--edit-megablocks", action="store_true", help=what)
+    parser.add_argument("--edit-megablocks", action="store_true", help="the installed files: see megablocks_edits.py")
 
 
 def prepare(options: argparse.Namespace, ranks: Ranks) -> None:
@@ -280,7 +269,6 @@ BENCH = Bench(
     options=add_options,
     prepare=prepare,
 )
-main = partial(run, BENCH)
 
 if __name__ == "__main__":
-    main()
+    run(BENCH)

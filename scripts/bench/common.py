@@ -4,6 +4,7 @@ Floors and bytes come from `blazeproto.cost`, for a shape's ``sizes``.
 """
 
 import argparse
+import contextlib
 import datetime
 import gc
 import hashlib
@@ -105,12 +106,12 @@ def sizes_of_run(config: Any, batch: int, ranks: int = 1) -> dict[str, Any]:
 
     config: of `scripts.lm.settings`.  batch: a rank's sequences in a step.  ranks: over which the experts are spread.
     """
-    tokens, experts, top_k = batch // config.accumulate * config.context, config.num_experts, config.top_k
+    tokens = batch // config.accumulate * config.context
+    shape = Sizes(tokens, config.d_model, config.d_expert, config.num_experts, config.top_k)
     tile = {"tile": config.rounding_tile} if "rounding" in config.router else {}
-    sizes = {"T": tokens, "d": config.d_model, "n": config.d_expert, "E": experts, "K": top_k}
-    choice = make_router(config.router, config.d_model, experts, top_k, device="meta", **tile).choice
-    most = choice.max_pairs(tokens, experts, top_k) if isinstance(choice, VaryingChoice) else ranks * tokens * top_k
-    return {"cfg": sizes, "ranks": ranks, "row_counts": [most], "several_sizes": True}
+    choice = make_router(config.router, shape.d, shape.E, shape.K, device="meta", **tile).choice
+    most = choice.max_pairs(shape.T, shape.E, shape.K) if isinstance(choice, VaryingChoice) else ranks * shape.rows
+    return {"cfg": cfg_of(shape), "ranks": ranks, "row_counts": [most], "several_sizes": True}
 
 
 # ---------------------------------------------------------------------------------------------------------- routings
@@ -141,17 +142,22 @@ def route(
     return experts
 
 
+def inverse_of(order: torch.Tensor) -> torch.Tensor:
+    """The places of 0, 1, 2, ... in a permutation (R,) int64."""
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    return places
+
+
 # -------------------------------------------------------------------------------------------------------- provenance
 
 
 def source_hash() -> str:
     """sha256 over the package's sources in sorted order: which code a result belongs to."""
-    digest = hashlib.sha256()
     package = REPOSITORY / "blazeproto"
-    for path in sorted(package.rglob("*")):
-        if path.suffix in {".py", ".cu", ".cuh"} and path.is_file():
-            digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
+    sources = [path for path in sorted(package.rglob("*")) if path.suffix in {".py", ".cu", ".cuh"} and path.is_file()]
+    parts = (path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() for path in sources)
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def installed_versions() -> list[str]:
@@ -162,10 +168,8 @@ def installed_versions() -> list[str]:
     )  # fmt: skip
     versions = []
     for name in names:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions
 
 
@@ -216,8 +220,8 @@ def stamped(measure: Callable[..., Any], *arguments: Any) -> Any:
 def of_kernels(kernels: dict[str, identity.Description]) -> dict[str, Any]:
     """The field "of" of a row. measured: when.  gpu, versions.  kernels: the identities of the launched kernels."""
     identity.KERNELS.update(kernels)
-    of = {"measured": now(), "gpu": gpu_name(), "versions": ", ".join(installed_versions())}
-    return of | {"kernels": sorted(kernels)}
+    versions = ", ".join(installed_versions())
+    return {"measured": now(), "gpu": gpu_name(), "versions": versions, "kernels": sorted(kernels)}
 
 
 def read_json(path: Path) -> dict[str, Any]:

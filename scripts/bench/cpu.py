@@ -7,66 +7,68 @@ Forward, and forward + backward, of the expert MLP (top-k excluded), the two pro
 round of each counts, since other work on the machine only adds time. A ratio above 1 means that blazeproto is faster.
 """
 
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from blazeproto.autograd import moe_mlp
-from scripts.bench.timing import quickest_ms
+from blazeproto.gemm import Sizes
+from scripts.bench.peers import LayerInputs, Program, layer_program, make_inputs
+from scripts.bench.peers.layers import ours
+from scripts.bench.timing import quickest_ms, rotations
 from scripts.command import argument_parser, positive
 
-# T, d, n, E, K
-SHAPES = [(1024, 256, 128, 8, 2), (2048, 512, 256, 16, 4), (1024, 768, 256, 64, 8), (4096, 256, 256, 16, 2)]
+SHAPES = (
+    Sizes(1024, 256, 128, 8, 2),
+    Sizes(2048, 512, 256, 16, 4),
+    Sizes(1024, 768, 256, 64, 8),
+    Sizes(4096, 256, 256, 16, 2),
+)
 
 
-def bench(shape: tuple[int, ...], dtype: torch.dtype, rounds: int) -> None:
-    num_tokens, d, n, num_experts, top_k = shape
-    x = torch.randn(num_tokens, d, dtype=dtype, requires_grad=True)
-    gate_up_proj = (torch.randn(num_experts, 2 * n, d) * d**-0.5).to(dtype).requires_grad_()
-    down_proj = (torch.randn(num_experts, d, n) * n**-0.5).to(dtype).requires_grad_()
-    scores, experts = torch.randn(num_tokens, num_experts).softmax(1).topk(top_k)
-    scores.requires_grad_()
-    d_out = torch.randn_like(x)
-    parameters = (x, gate_up_proj, down_proj, scores)
+def by_transformers(shape: Sizes, inputs: LayerInputs) -> Program:
+    """Its function, on what that reads of an experts module."""
+    from transformers.integrations.moe import grouped_mm_experts_forward
 
-    ours = partial(moe_mlp, *parameters, experts, num_experts=num_experts, backend="torch")
-    forwards: dict[str, Callable[[], Tensor]] = {"blazeproto": ours}
+    module = SimpleNamespace(
+        num_experts=shape.E,
+        gate_up_proj=inputs.gate_up_proj,
+        down_proj=inputs.down_proj,
+        act_fn=F.silu,
+        has_gate=True,
+        has_bias=False,
+        has_post_expert_norm=False,
+        is_transposed=False,
+        is_concatenated=True,
+        _is_expert_parallel=False,
+        _apply_gate=lambda gate_up: F.silu(gate_up.chunk(2, -1)[0]) * gate_up.chunk(2, -1)[1],
+    )
+    call = partial(grouped_mm_experts_forward, module, inputs.x, inputs.experts.long())
+    return layer_program(inputs, lambda: call(inputs.scores.to(inputs.x.dtype)))
+
+
+def line_of(shape: Sizes, dtype: torch.dtype, rounds: int) -> str:
+    """The times of both programs on one shape."""
+    made = make_inputs(shape, device="cpu")
+    tensors: dict[str, Any] = {
+        name: getattr(made, name).detach().to(dtype) for name in ("x", "gate_up_proj", "down_proj")
+    }
+    leaves = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
+    inputs = replace(made, grad_output=made.grad_output.to(dtype), **leaves)
+    programs = {"blazeproto": [ours(shape, inputs)]}
     if find_spec("transformers"):
-        from transformers.integrations.moe import grouped_mm_experts_forward
-
-        # What the function reads of an experts module.
-        module = SimpleNamespace(
-            num_experts=num_experts,
-            gate_up_proj=gate_up_proj,
-            down_proj=down_proj,
-            act_fn=F.silu,
-            has_gate=True,
-            has_bias=False,
-            has_post_expert_norm=False,
-            is_transposed=False,
-            is_concatenated=True,
-            _is_expert_parallel=False,
-        )
-        module._apply_gate = lambda gate_up: F.silu(gate_up.chunk(2, -1)[0]) * gate_up.chunk(2, -1)[1]
-        weights = scores if dtype == torch.float32 else scores.to(dtype)
-        forwards["transformers"] = partial(grouped_mm_experts_forward, module, x, experts, weights)
-
-    def with_backward(forward: Callable[[], Tensor]) -> Callable[[], object]:
-        return lambda: torch.autograd.grad(forward(), parameters, d_out, retain_graph=True)
-
-    forward_times = quickest_ms(forwards, rounds)
-    both_times = quickest_ms({name: with_backward(forward) for name, forward in forwards.items()}, rounds)
-    line = f"T={num_tokens:<5} d={d:<4} n={n:<4} E={num_experts:<3} K={top_k}  {str(dtype).split('.')[1]:<9}"
-    for what, times in (("fwd", forward_times), ("fwd+bwd", both_times)):
+        programs["transformers"] = [by_transformers(shape, inputs)]
+    line = f"T={shape.T:<5} d={shape.d:<4} n={shape.n:<4} E={shape.E:<3} K={shape.K}  {str(dtype).split('.')[1]:<9}"
+    for what, step in (("fwd", "forward"), ("fwd+bwd", "forward_backward")):
+        times = quickest_ms(rotations(programs, step), rounds)
         line += f"  {what} " + " ".join(f"{name} {ms:.1f} ms" for name, ms in times.items())
         if "transformers" in times:
             line += f" ({times['transformers'] / times['blazeproto']:.2f}x)"
-    print(line, flush=True)
+    return line
 
 
 def main() -> None:
@@ -79,7 +81,8 @@ def main() -> None:
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     for dtype in options.dtype or ("float32", "bfloat16"):
         for shape in SHAPES:
-            bench((options.tokens or shape[0], *shape[1:]), getattr(torch, dtype), options.rounds)
+            shape = shape._replace(T=options.tokens or shape.T)
+            print(line_of(shape, getattr(torch, dtype), options.rounds), flush=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from blazeproto import cost
 from blazeproto.dispatch import build_dispatch, workspace_bytes
 from blazeproto.gemm import Sizes
 from blazeproto.router import topk_route, topk_route_backward
-from scripts.bench.common import route
+from scripts.bench.common import inverse_of, route
 from scripts.bench.paper.printed import DISPATCH
 from scripts.bench.running import Bench, Item, of_case, run
 from scripts.bench.timing import Machine, Row, host_ms
@@ -39,20 +39,17 @@ MODELS = [  # name, E, K
     ("Qwen3-Next", 512, 10),
     ("Kimi K2", 384, 8),
 ]
-METHODS = ("tiled", "dense", "torch_sort")
 SETS = 3
 Call = Callable[[], object]
 
 
 class Routed(NamedTuple):
-    """A case: sizes, the methods by which it is dispatched, and what the row is known by. paper: its two columns."""
+    """A case: sizes, and a model's name or none."""
 
     T: int
     E: int
     K: int
-    methods: tuple[str, ...] = METHODS
     name: str = ""
-    paper: tuple[float | None, float | None] = (None, None)
 
     @property
     def key(self) -> Row:
@@ -68,10 +65,6 @@ class TopK(NamedTuple):
     dtype: str
     score: str
 
-    @property
-    def key(self) -> Row:
-        return self._asdict()
-
 
 # ------------------------------------------------------------------------------------------------------------- timing
 
@@ -81,13 +74,13 @@ def run_all(calls: Sequence[Call]) -> None:
         call()
 
 
-def gpu_ms(programs: Mapping[str, Sequence[Call]], machine: Machine, eager: Sequence[str] = ()) -> dict[str, float]:
+def gpu_ms(programs: Mapping[str, Sequence[Call]], machine: Machine) -> dict[str, float]:
     """Median GPU milliseconds of one call, by name; a program is its calls on each set of inputs, four times in a graph."""
-    runs = {name: partial(run_all, [*calls] * 4) for name, calls in programs.items()}
-    graphs = {name: run for name, run in runs.items() if name not in eager}
-    times = machine.times(graphs, tuple(graphs)).ms
-    if traced := {name: run for name, run in runs.items() if name in eager}:
-        times |= machine.kernels(traced).ms
+    runs: dict[str, Call] = {name: partial(run_all, [*calls] * 4) for name, calls in programs.items()}
+    traced = {name: runs.pop(name) for name in [*runs] if name == "sort"}  # CuPy's can't be captured
+    times = machine.times(runs, tuple(runs)).ms
+    if traced:
+        times |= machine.times(traced, graphs=False).ms
     return {name: times[name] / (4 * len(calls)) for name, calls in programs.items()}
 
 
@@ -104,21 +97,17 @@ def by_torch_sort(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor
     flat = experts.flatten()
     keys, pairs = torch.sort(flat, stable=True)
     offsets = torch.searchsorted(keys, torch.arange(num_experts + 1, device=flat.device, dtype=flat.dtype))
-    index_map = torch.empty_like(pairs)
-    index_map[pairs] = torch.arange(len(flat), device=flat.device)
-    return pairs.int(), offsets.int(), index_map.int()
+    return pairs.int(), offsets.int(), inverse_of(pairs).int()
 
 
 def prepared(experts: torch.Tensor, num_experts: int, method: str) -> Call:
     """A call with its own outputs and workspace."""
-    num_tokens, top_k = experts.shape
-    sizes = {"expert_pair_indices": experts.numel(), "token_index_map": experts.numel()}
-    sizes["expert_token_offsets"] = num_experts + 1
+    (num_tokens, top_k), pairs = experts.shape, experts.numel()
+    sizes = {"expert_pair_indices": pairs, "token_index_map": pairs, "expert_token_offsets": num_experts + 1}
     out = {name: torch.empty(size, dtype=torch.int32, device=experts.device) for name, size in sizes.items()}
     bytes_needed = workspace_bytes(num_tokens, top_k, num_experts, method)  # type: ignore[arg-type]
     workspace = torch.empty(max(bytes_needed, 4), dtype=torch.uint8, device=experts.device)
-    options: dict[str, Any] = {"method": method, "out": out, "workspace": workspace}
-    return lambda: build_dispatch(experts, num_experts, **options)
+    return partial(build_dispatch, experts, num_experts, method=method, out=out, workspace=workspace)  # type: ignore[arg-type]
 
 
 def check(experts: torch.Tensor, num_experts: int, methods: Sequence[str]) -> None:
@@ -132,19 +121,20 @@ def check(experts: torch.Tensor, num_experts: int, methods: Sequence[str]) -> No
 
 
 def dispatch_row(case: Routed, machine: Machine) -> Row:
-    num_tokens, num_experts, top_k, methods, name, paper = case
-    sets = max(2, min(SETS, 2**27 // (12 * num_tokens * top_k)))  # 384 MB of lists at most, but always two sets
+    num_tokens, num_experts, top_k, name = case
+    pairs = num_tokens * top_k
+    sets = max(2, min(SETS, 2**27 // (12 * pairs)))  # 384 MB of lists at most, but always two sets
     experts = [random_experts(num_tokens, num_experts, top_k, machine.device) for _ in range(sets)]
-    ours = [method for method in methods if method != "torch_sort"]
+    ours = ["tiled", "dense", *(["sort"] if name and machine.on_gpu else [])]
     check(experts[0], num_experts, ours)
-    programs: dict[str, Sequence[Call]] = {name: [prepared(ids, num_experts, name) for ids in experts] for name in ours}
+    programs: dict[str, Sequence[Call]] = {each: [prepared(ids, num_experts, each) for ids in experts] for each in ours}
     programs["torch_sort"] = [partial(by_torch_sort, ids, num_experts) for ids in experts]
-    times = gpu_ms(programs, machine, eager=["sort"])
-    row: Row = {f"{name}_ms": times[name] for name in methods}
-    row["floor_ms"] = cost.floor_ms(0.0, cost.dispatch_bytes(num_tokens * top_k))
-    row["tiled_over_floor"] = row["tiled_ms"] / row["floor_ms"]
-    row["tiled_workspace_share"] = workspace_bytes(num_tokens, top_k, num_experts) / (8 * num_tokens * top_k)
-    return row | (dict(zip(("paper_sort_ms", "paper_hash_ms"), paper, strict=True)) if name else {})
+    times, floor = gpu_ms(programs, machine), cost.floor_ms(0.0, cost.dispatch_bytes(pairs))
+    row: Row = {f"{name}_ms": ms for name, ms in times.items()}
+    row |= {"floor_ms": floor, "tiled_over_floor": times["tiled"] / floor}
+    row["tiled_workspace_share"] = workspace_bytes(num_tokens, top_k, num_experts) / (8 * pairs)
+    printed = zip(("paper_sort_ms", "paper_hash_ms"), DISPATCH.get(name, (None, None)), strict=True)
+    return row | (dict(printed) if name else {})
 
 
 def small_row(case: Routed, machine: Machine) -> Row:
@@ -173,15 +163,15 @@ def topk_row(case: TopK, machine: Machine) -> Row:
     (T, E, K), device = case[:3], machine.device
     logits = [torch.randn(T, E, device=device).to(getattr(torch, case.dtype)) for _ in range(2)]
     out = [(torch.empty(T, K, device=device), torch.empty(T, K, dtype=torch.int32, device=device)) for _ in logits]
-    d_logits = torch.empty_like(logits[0])
     scores, experts = topk_route(logits[0], K, **options)
-    right, _ = by_torch_topk(logits[0], K, case.score)
-    torch.testing.assert_close(scores, right, rtol=1e-4, atol=1e-6)
-    forward = [partial(topk_route, x, K, out=o, **options) for x, o in zip(logits, out, strict=True)]
-    backward = [partial(topk_route_backward, x, experts, scores, out=d_logits, **options) for x in logits]
-    plain = [partial(by_torch_topk, x, K, case.score) for x in logits]
-    times = gpu_ms({"fused": forward, "backward": backward, "torch": plain}, machine)
-    sizes = (T, E, K, logits[0].element_size())
+    torch.testing.assert_close(scores, by_torch_topk(logits[0], K, case.score)[0], rtol=1e-4, atol=1e-6)
+    back = partial(topk_route_backward, experts=experts, d_scores=scores, out=torch.empty_like(logits[0]), **options)
+    programs: dict[str, Sequence[Call]] = {
+        "fused": [partial(topk_route, x, K, out=o, **options) for x, o in zip(logits, out, strict=True)],
+        "backward": [partial(back, x) for x in logits],
+        "torch": [partial(by_torch_topk, x, K, case.score) for x in logits],
+    }
+    times, sizes = gpu_ms(programs, machine), (T, E, K, logits[0].element_size())
     floor = cost.floor_ms(0.0, cost.topk_bytes(*sizes))
     return {
         "fused_ms": times["fused"],
@@ -196,10 +186,7 @@ def topk_row(case: TopK, machine: Machine) -> Row:
 
 # --------------------------------------------------------------------------------------------------------------- cases
 
-TABLE_3 = [
-    Routed(T, E, K, ("tiled", "dense", "sort", "torch_sort"), name, DISPATCH.get(name, (None, None)))
-    for name, E, K in MODELS
-]
+TABLE_3 = [Routed(T, E, K, name) for name, E, K in MODELS]
 FEW = [Routed(tokens, 128, 8) for tokens in (1, 1024, 8192, 65536)]
 OVER_T = [Routed(2**power, 128, 8) for power in range(12, 23, 2)]
 OVER_E = [Routed(T, experts, 8) for experts in (8, 16, 32, 64, 128, 256, 512)]
@@ -211,7 +198,7 @@ TOPK = [  # the first is the one that README states
     TopK(T, 8, 2, "float32", "topk_softmax"),
     TopK(T, 512, 10, "float32", "softmax_topk"),
 ]
-SMALL = [Routed(300, 16, 4, ("tiled", "dense", "torch_sort"), "small")]
+SMALL = [Routed(300, 16, 4, "small")]
 BENCH = Bench(
     "dispatch",
     __doc__,
@@ -220,11 +207,10 @@ BENCH = Bench(
         "small": Item(small_row, FEW, SMALL, FEW, of_case, part="small", rounds=15),
         "series_T": Item(dispatch_row, OVER_T, SMALL, (), of_case, part="series/T", rounds=7),
         "series_E": Item(dispatch_row, OVER_E, SMALL, (), of_case, part="series/E", rounds=7),
-        "topk": Item(topk_row, TOPK, [TOPK[0]._replace(T=300)], TOPK[:2], of_case, file="topk", rounds=9),
+        "topk": Item(topk_row, TOPK, [TOPK[0]._replace(T=300)], TOPK[:2], TopK._asdict, file="topk", rounds=9),
     },
     paragraphs=2,
 )
-main = partial(run, BENCH)
 
 if __name__ == "__main__":
-    main()
+    run(BENCH)

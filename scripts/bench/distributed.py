@@ -21,7 +21,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,8 +121,8 @@ def losses(case: Asked, machine: Machine) -> Row:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    what = f"some of {', '.join(PARALLEL[1:])} [default fsdp,ep]"
-    parser.add_argument("--modes", type=some_of(PARALLEL[1:]), default=["fsdp", "ep"], help=what)
+    modes = PARALLEL[1:]
+    parser.add_argument("--modes", type=some_of(modes), default=["fsdp", "ep"], help=f"of {', '.join(modes)}")
 
 
 def prepare(options: argparse.Namespace, ranks: Ranks) -> None:
@@ -146,7 +146,6 @@ BENCH = Bench(
     prepare=prepare,
     ranks=True,
 )
-main = partial(run, BENCH)
 
 if __name__ == "__main__":
-    main()
+    run(BENCH)

@@ -25,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
+import timeit
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -119,30 +119,14 @@ def layer_of(shape: Sizes, given: Inputs, dispatcher: Any, options: dict[str, An
     return layer
 
 
-def own(weight: Any) -> Tensor:
+def own(weight: Any) -> Any:
     """A rank's part of a weight."""
-    made: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
-    return made
-
-
-def rank_ms(calls: list[Call], machine: Machine, *, before: Call) -> list[float]:
-    """The times of calls that run one after another in every round: behind a barrier, the slowest rank's, medians of rounds."""
-    taken: list[list[float]] = [[] for _ in calls]
-    for turn in range(machine.rounds + 2):
-        before()
-        for times, call in zip(taken, calls, strict=True):
-            ms = once_ms(call, machine)
-            times += [ms] if turn > 1 else []  # the first ones warm up
-    slowest = machine.largest([ms for times in taken for ms in times])
-    each = machine.rounds
-    return [statistics.median(slowest[place * each : (place + 1) * each]) for place in range(len(calls))]
+    return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def once_ms(call: Call, machine: Machine) -> float:
     if not machine.on_gpu:
-        begun = time.perf_counter()
-        call()
-        return 1e3 * (time.perf_counter() - begun)
+        return 1e3 * timeit.timeit(call, number=1)
     if machine.ranks.size > 1:
         dist.barrier()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -155,22 +139,30 @@ def once_ms(call: Call, machine: Machine) -> float:
 
 def replayed(call: Call) -> Call:
     """A call as a CUDA graph."""
-    stream = torch.cuda.current_stream()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         call()
     torch.cuda.synchronize()
     return graph.replay
 
 
 def timed(calls: list[Call], kept: list[Any], machine: Machine, *, before: Call, captured: bool) -> list[float]:
-    """ms of calls that follow each other, as graphs if they are ``captured``. kept: what they leave for each other."""
+    """ms of calls that run one after another in every round: behind a barrier, the slowest rank's, medians of rounds.
+
+    kept: what the calls leave for each other.  before: what each round begins with.  captured: the calls run as graphs.
+    """
     before()
     for call in calls * 2:
         call()
     kept.clear()
-    return rank_ms([replayed(call) for call in calls] if captured else calls, machine, before=before)
+    wanted = [replayed(call) for call in calls] if captured else calls
+    taken = []
+    for _ in range(machine.rounds + 2):
+        before()
+        taken.append([once_ms(call, machine) for call in wanted])
+    rounds = zip(*taken[2:], strict=True)  # the first ones warm up
+    return [statistics.median(machine.largest(each)) for each in rounds]
 
 
 def layer_times(layer: MoE, given: Inputs, shape: Sizes, machine: Machine, *, captured: bool) -> list[float]:
@@ -187,53 +179,65 @@ def layer_times(layer: MoE, given: Inputs, shape: Sizes, machine: Machine, *, ca
     return timed([forward, backward], kept, machine, before=lambda: draw_ids(given.ids, shape.E), captured=captured)
 
 
-def exchange_times(
-    dispatcher: Symmetric, given: Inputs, shape: Sizes, machine: Machine, *, captured: bool
-) -> list[float]:
-    """ms of the way out with index lists, and of the way back: means of IN_A_ROW with ids of their own, in one graph."""
-    exchange: Any = dispatcher._exchange
-    experts_here = shape.E // dispatcher.ranks
-    x, scores = given.x.detach(), given.scores.detach()
+def exchange_row(
+    send: Callable[[Tensor], Any],
+    back: Callable[[Any], object],
+    given: Inputs,
+    shape: Sizes,
+    machine: Machine,
+    *,
+    captured: bool,
+) -> Row:
+    """Figures of the ways out and back of an exchange: means of IN_A_ROW with ids of their own, in one graph if ``captured``.
+
+    send: sends rows by ids (T, K), and returns what ``back`` takes.
+    """
     routings = [torch.empty_like(given.ids) for _ in range(IN_A_ROW)]
-    backend = backend_on("auto", x.device, x.dtype, experts_here, shape.d, shape.n)
-    made = torch.empty_like(x)
     kept: list[Any] = []
-    y = torch.randn(exchange.places * shape.K, shape.d, device=x.device).to(x.dtype)
 
     def draw() -> None:
         for ids in routings:
             draw_ids(ids, shape.E)
 
-    def out() -> None:
+    def all_out() -> None:
         kept.clear()
-        for ids in routings:
-            choice = exchange.share(ids, scores, None, None, shape.T, experts_here)
-            index = dispatch.kernel(choice.experts, experts_here, WHOLE, "auto")
-            exchange.send(x, choice.token_ranks)
-            kept.append((choice.token_ranks, index, choice.scores))
+        kept.extend(map(send, routings))
 
-    def back() -> None:
-        for token_ranks, index, weights in kept:
-            pairs, offsets, index_map = index
-            arrived = Dispatch(pairs, offsets[0], index_map, None, experts_here, shape.K, exchange.places)
-            (chunk,) = chunks_of(arrived, WHOLE)
-            exchange.add_up(token_ranks, y, backend.rows_of(chunk.dispatch), scores=weights, out=made)
+    def all_back() -> None:
+        for each in kept:
+            back(each)
 
-    return [ms / IN_A_ROW for ms in timed([out, back], kept, machine, before=draw, captured=captured)]
-
-
-def payload(given: Inputs, shape: Sizes, ranks: Ranks) -> int:
-    """Bytes of rows that leave this GPU."""
-    of_rank = given.ids // (shape.E // ranks.size)
+    ms = timed([all_out, all_back], kept, machine, before=draw, captured=captured)
+    of_rank, ranks = given.ids // (shape.E // machine.ranks.size), machine.ranks
     others = [(of_rank == other).any(1).sum() for other in range(ranks.size) if other != ranks.rank]
-    return int(sum(others)) * shape.d * given.x.element_size()
+    leaves = int(sum(others)) * shape.d * given.x.element_size()  # of this GPU
+    row: Row = {"payload_MiB": round(leaves / MIB, 2)}
+    for way, each in zip(("dispatch", "combine"), ms, strict=True):
+        row |= {f"{way}_ms": round(each / IN_A_ROW, 4), f"{way}_gbps": round(leaves / each * IN_A_ROW / 1e6, 1)}
+    return row
 
 
-def exchange_figures(ms: list[float], leaves: int) -> Row:
-    """Figures of the ways out and back, with ``leaves`` bytes of payload."""
-    out, back = ms
-    row: Row = {"dispatch_ms": round(out, 4), "combine_ms": round(back, 4), "payload_MiB": round(leaves / MIB, 2)}
-    return row | {"dispatch_gbps": round(leaves / out / 1e6, 1), "combine_gbps": round(leaves / back / 1e6, 1)}
+def our_exchange(dispatcher: Symmetric, given: Inputs, shape: Sizes, machine: Machine) -> Row:
+    """Figures of the exchange alone."""
+    exchange: Any = dispatcher._exchange
+    experts_here, x, scores = shape.E // dispatcher.ranks, given.x.detach(), given.scores.detach()
+    backend = backend_on("auto", x.device, x.dtype, experts_here, shape.d, shape.n)
+    made = torch.empty_like(x)
+    y = torch.randn(exchange.places * shape.K, shape.d, device=x.device).to(x.dtype)
+
+    def send(ids: Tensor) -> tuple[Any, ...]:
+        choice = exchange.share(ids, scores, None, None, shape.T, experts_here)
+        index = dispatch.kernel(choice.experts, experts_here, WHOLE, "auto")
+        exchange.send(x, choice.token_ranks)
+        return choice.token_ranks, index, choice.scores
+
+    def back(sent: tuple[Any, ...]) -> None:
+        token_ranks, (pairs, offsets, index_map), weights = sent
+        arrived = Dispatch(pairs, offsets[0], index_map, None, experts_here, shape.K, exchange.places)
+        (chunk,) = chunks_of(arrived, WHOLE)
+        exchange.add_up(token_ranks, y, backend.rows_of(chunk.dispatch), scores=weights, out=made)
+
+    return exchange_row(send, back, given, shape, machine, captured=machine.on_gpu)
 
 
 def peak_mib(layer: MoE, given: Inputs, machine: Machine, *, beside: int) -> float:
@@ -252,30 +256,22 @@ def measure(case: Spread, machine: Machine) -> Row:
     _, shape, name = case
     ranks = machine.ranks
     given = inputs_of(shape, ranks)
-    dispatcher: Any
-    if name == "all_to_all":
-        dispatcher = AllToAll(dist.group.WORLD, shape.E)  # type: ignore[arg-type]
-    else:
-        sizes = {"d_model": shape.d, "max_tokens": shape.T, "max_pairs": shape.T * shape.K}
-        dispatcher = Symmetric(dist.group.WORLD, shape.E, device=ranks.device, **sizes)  # type: ignore[arg-type]
-    options = {"row_capacity": int(CAPACITY * shape.T * shape.K)} if name == "capacity" else {}
+    world: Any = dist.group.WORLD
+    sizes: Any = {"d_model": shape.d, "max_tokens": shape.T, "max_pairs": shape.rows, "device": ranks.device}
+    dispatcher: Any = AllToAll(world, shape.E) if name == "all_to_all" else Symmetric(world, shape.E, **sizes)
+    options = {"row_capacity": int(CAPACITY * shape.rows)} if name == "capacity" else {}
     layer = layer_of(shape, given, dispatcher, options)
-    captured = machine.on_gpu and name != "all_to_all"
-    row: Row = {
-        "ranks": ranks.size,
-        "row_counts": [options.get("row_capacity", ranks.size * shape.rows)],
-    }  # of a rank at most
+    most_rows = options.get("row_capacity", ranks.size * shape.rows)  # of a rank
+    row: Row = {"ranks": ranks.size, "row_counts": [most_rows]}
     with torch.cuda.stream(torch.cuda.Stream()) if machine.on_gpu else torch.enable_grad():
         beside = dispatcher.layout.size if isinstance(dispatcher, Symmetric) else 0
         row["peak_MiB"] = peak_mib(layer, given, machine, beside=beside)
-        operations = 6 * shape.T * shape.K * shape.n * shape.d
-        forward, backward = layer_times(layer, given, shape, machine, captured=captured)
-        row |= {"fwd_ms": round(forward, 4), "bwd_ms": round(backward, 4)}
-        row["fwd_tflops"] = round(operations / forward / 1e9, 1)
-        row["bwd_tflops"] = round(2 * operations / backward / 1e9, 1)
+        ms = layer_times(layer, given, shape, machine, captured=machine.on_gpu and name != "all_to_all")
+        for part, operations, each in zip(("fwd", "bwd"), (6 * shape.rows, 12 * shape.rows), ms, strict=True):
+            row |= {f"{part}_ms": round(each, 4)}
+            row |= {f"{part}_tflops": round(operations * shape.n * shape.d / each / 1e9, 1)}
         if name == "symmetric":
-            ms = exchange_times(dispatcher, given, shape, machine, captured=captured)
-            row |= exchange_figures(ms, payload(given, shape, ranks))
+            row |= our_exchange(dispatcher, given, shape, machine)
             del layer
             row["alone_MiB"] = peak_mib(layer_of(shape, given, None, {}), given, machine, beside=0)
     return row
@@ -302,17 +298,16 @@ SILENT = f"no end within {PATIENCE} s"  # of a rank that waits for another, whic
 
 def ended(*words: str) -> Row:
     """The last line that ``python -m`` with these words prints, as JSON; or under "absent" the last line of its errors."""
-    command, environment = [sys.executable, "-m", *words], os.environ | {"NVSHMEM_DISABLE_NVLS": "1"}
-    options: dict[str, Any] = {"env": environment, "cwd": REPOSITORY, "capture_output": True, "text": True}
+    environment = os.environ | {"NVSHMEM_DISABLE_NVLS": "1"}
+    options: Any = {"env": environment, "cwd": REPOSITORY, "capture_output": True, "text": True, "timeout": PATIENCE}
     try:
-        done = subprocess.run(command, timeout=PATIENCE, check=False, **options)
-        if done.returncode:
-            lines = [f"exit {done.returncode}", *filter(str.strip, done.stderr.split("\n"))]
-            return {"absent": lines[-1].strip()[:200]}
-        made: Row = json.loads(next(line for line in reversed(done.stdout.split("\n")) if line.startswith("{")))
-        return made
+        done = subprocess.run([sys.executable, "-m", *words], check=True, **options)
+        return {} | json.loads(next(line for line in reversed(done.stdout.split("\n")) if line.startswith("{")))
     except subprocess.TimeoutExpired:
         return {"absent": SILENT}
+    except subprocess.CalledProcessError as error:
+        lines = [f"exit {error.returncode}", *filter(str.strip, error.stderr.split("\n"))]
+        return {"absent": lines[-1].strip()[:200]}
     except (OSError, ValueError, StopIteration) as error:
         return {"absent": f"{type(error).__name__}: {error}"}
 
@@ -342,7 +337,6 @@ BENCH = Bench(
     prepare=prepare,
     ranks=True,
 )
-main = partial(run, BENCH)
 
 if __name__ == "__main__":
-    main()
+    run(BENCH)

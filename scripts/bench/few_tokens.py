@@ -7,7 +7,7 @@ different weights one after the other, more than L2 holds, and its time is divid
 memory. The floor is the bytes of the weights of the experts that the tokens drew and of the router, at the GPU's rate of copying.
 """
 
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -56,7 +56,6 @@ def measure(sizes: Sizes, machine: Machine) -> Row:
 CASES, QUICK = ([LAYER._replace(T=tokens) for tokens in some] for some in (TOKENS, (1, 8, 64, 1024)))
 SMALL = Sizes(3, 64, 32, 8, 2)
 BENCH = Bench("few_tokens", __doc__, {"rows": Item(measure, CASES, (SMALL,), QUICK, rounds=25)}, head={"sets": SETS})
-main = partial(run, BENCH)
 
 if __name__ == "__main__":
-    main()
+    run(BENCH)

@@ -121,7 +121,7 @@ class Operands:
             "dh^T": (2 * n, turned),
             "a_scaled^T": (n, turned),
         }
-        self.q = {name: new_quantized(x, scale_of(name), *shape) for name, shape in shapes.items()}
+        self.q = {name: new_quantized(x, scale_of(name), *lengths) for name, lengths in shapes.items()}
         d_up = torch.empty_like(up)
         self.plain = {
             "y": x.new_empty(R, d),
@@ -318,7 +318,7 @@ def layer(shape: Sizes, machine: Machine) -> Row:
         name: [t[:2].clone() if t.dim() == 3 else t for t in tensors_in(program.forward_backward())]
         for name, program in programs.items()
     }
-    differences = (round(relative_difference(a, b), 5) for a, b in zip(made["fp8"], made["bf16"], strict=True))
+    differences = [round(relative_difference(a, b), 5) for a, b in zip(made["fp8"], made["bf16"], strict=True)]
     row = Row(
         fp8_weights_MiB=round(kept.nbytes / MIB, 1),
         fp8_off_bf16=dict(zip(("out", "x", "up", "down", "scores"), differences, strict=True)),
@@ -344,23 +344,18 @@ def in_a_row(shape: Sizes, machine: Machine) -> Row:
 # -------------------------------------------------------------------------------------------------------------- parts
 
 
-def of_check(case: tuple[Sizes, bool]) -> Row:
-    return {"cfg": cfg_of(case[0]), "positive": case[1]}
-
-
 CHECKS = [(shape, positive) for shape in CHECKED for positive in (False, True)]
 SMALL = [Sizes(200, 144, 128, 5, 2)]
 BENCH = Bench(
     "fp8",
     __doc__,
     {
-        "checks": Item(check, CHECKS, key=of_check, part="checks"),
+        "checks": Item(check, CHECKS, key=lambda case: {"cfg": cfg_of(case[0]), "positive": case[1]}, part="checks"),
         "products": Item(products, SHAPES, part="products", rounds=7),
         "layers": Item(layer, SHAPES, SMALL, rounds=7),
         "in_a_row": Item(in_a_row, SHAPES[:1], SMALL, part="in_a_row", rounds=7),
     },
 )
-main = partial(run, BENCH)
 
 if __name__ == "__main__":
-    main()
+    run(BENCH)

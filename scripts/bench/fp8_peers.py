@@ -94,7 +94,6 @@ BENCH = Bench(
         "products": Item(deep_gemm, SHAPES, SMALL, part="products", rounds=7),
     },
 )
-main = partial(run, BENCH)
 
 if __name__ == "__main__":
-    main()
+    run(BENCH)

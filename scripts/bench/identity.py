@@ -18,7 +18,7 @@ import importlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,10 +42,6 @@ VERSIONS: dict[str, int] = {}
 RUNTIME = Path(driver.__file__).parent  # host code, but for warp.py
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 ASIDE = ("annotation", "returns")  # of a syntax tree
-
-
-def _digest(parts: Iterable[str]) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:DIGITS]
 
 
 def tree(node: Any) -> str:
@@ -73,27 +69,28 @@ def identity(kernel: Kernel | NumbaKernel) -> str:
     """A hash of a kernel's sources and of how it is compiled and launched."""
     if kernel not in _IDENTITIES:
         if isinstance(kernel, Kernel):
-            launch = (kernel.entry, kernel.threads, kernel.start_registers, kernel.dynamic_smem)
-            parts = [str(launch), *kernel.arch.options, *kernel.options]
-            sources = ["".join(COMMENT.sub(" ", kernel.source).split())]
+            launch: Any = (kernel.entry, kernel.threads, kernel.start_registers, kernel.dynamic_smem)
+            parts = [*kernel.arch.options, *kernel.options, "".join(COMMENT.sub(" ", kernel.source).split())]
         else:
+            launch = (kernel.name, kernel.parameters, kernel.threads, kernel.min_blocks)
             files = source_files(Path(kernel.make.__code__.co_filename).resolve())
             sources = [_tree_of(file) for file in files if RUNTIME not in file.parents or file.name == "warp.py"]
-            launch_of_numba = (kernel.name, kernel.parameters, kernel.threads, kernel.min_blocks)
-            parts = [str(launch_of_numba), str(sorted(kernel.constants.items()))]
-        _IDENTITIES[kernel] = _digest([*parts, *sources])
+            parts = [str(sorted(kernel.constants.items())), *sources]
+        _IDENTITIES[kernel] = hashlib.sha256("\0".join([str(launch), *parts]).encode()).hexdigest()[:DIGITS]
     return _IDENTITIES[kernel]
 
 
 def described(kernel: Kernel | NumbaKernel) -> Description:
     """The description that `made_again` makes the kernel from."""
     if isinstance(kernel, NumbaKernel):
-        names = ("threads", "min_blocks", "constants")
-        make = {"make": f"{kernel.make.__module__}.{kernel.name}", "parameters": " ".join(kernel.parameters)}
-        return make | {name: getattr(kernel, name) for name in names}
-    fixed = ("file", "entry", "dynamic_smem", "threads", "start_registers")
-    values = {name: getattr(kernel, name) for name in fixed}
-    return values | {"defines": dict(kernel.defines), "options": [*kernel.options]}
+        made: Description = {
+            "make": f"{kernel.make.__module__}.{kernel.name}",
+            "parameters": " ".join(kernel.parameters),
+        }
+        return made | {name: getattr(kernel, name) for name in ("threads", "min_blocks", "constants")}
+    names = ("file", "entry", "dynamic_smem", "threads", "start_registers")
+    made = {name: getattr(kernel, name) for name in names}
+    return made | {"defines": dict(kernel.defines), "options": [*kernel.options]}
 
 
 def made_again(description: Description) -> Kernel | NumbaKernel:
@@ -121,11 +118,9 @@ def launched() -> Iterator[dict[str, Description]]:
         with mock.patch.object(driver, "launch", noted):
             yield found
     finally:
-        for kernel in driver.LOADED:
-            if isinstance(kernel, Kernel | NumbaKernel) and any(
-                each.ptr in functions for each in kernel._functions.values()
-            ):
-                found[identity(kernel)] = described(kernel)
+        ours = [kernel for kernel in driver.LOADED if isinstance(kernel, Kernel | NumbaKernel)]
+        used = [kernel for kernel in ours if functions & {each.ptr for each in kernel._functions.values()}]
+        found |= {identity(kernel): described(kernel) for kernel in used}
 
 
 @functools.cache
@@ -184,12 +179,8 @@ def earlier(row: Mapping[str, Any]) -> str:
     A row that does not say which kernels were launched is of earlier ones; one that no benchmark timed has no protocol.
     """
     of = row.get("of", {})
-    kernels = of.get("kernels")
-    if (
-        kernels is None
-        or not all(map(is_current, kernels))
-        or has_other_tiles(row, [KERNELS[name] for name in kernels])
-    ):
+    kernels = of.get("kernels", ["none that is said"])
+    if not all(map(is_current, kernels)) or has_other_tiles(row, [KERNELS[name] for name in kernels]):
         return "kernels"
     if "protocol" not in of:
         return ""

@@ -116,34 +116,28 @@ def qwen_model(sizes: Sizes, device: str) -> Any:
     return model.train()
 
 
-def most_allocated(call: Call, machine: Machine) -> int:
-    """The most bytes that were allocated at a time during a call; on a GPU what was there before is included."""
-    if not machine.on_gpu:
-        return machine.peak_bytes(call)
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    torch.cuda.synchronize()
-    return int(torch.cuda.max_memory_allocated())
-
-
 def programs_of(model: Any, ids: Tensor) -> list[Program]:
     """Each experts module of a model, on the input that it has there, and a random output gradient."""
     inputs: dict[Any, tuple[Tensor, Tensor, Tensor]] = {}
-    experts = [module for module in model.modules() if hasattr(module, "is_transposed")]
-    hooks = [e.register_forward_pre_hook(lambda module, args: inputs.__setitem__(module, args)) for e in experts]
+
+    def note(module: Any, given: tuple[Any, ...]) -> None:
+        if hasattr(module, "is_transposed"):  # as experts modules alone have
+            inputs[module] = given
+
     model.set_experts_implementation(IMPLEMENTATIONS[0])
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(note)
     with torch.no_grad():
         model(input_ids=ids)
-    for hook in hooks:
-        hook.remove()
+    hook.remove()
     return [Program(module, x, index, scores, torch.randn_like(x)) for module, (x, index, scores) in inputs.items()]
 
 
 def measure_qwen(sizes: Sizes, machine: Machine) -> Row:
     """RuntimeError where an experts module's outputs or gradients differ by more than `SAME_OUTPUT`."""
-    config = {name: value for name, value in sizes.items() if name not in ("sequences", "tokens")}
+    config = dict(sizes)
+    batch = {name: config.pop(name) for name in ("sequences", "tokens")}
     model = qwen_model(config, machine.device)
-    ids = torch.randint(0, sizes["vocab_size"], (sizes["sequences"], sizes["tokens"]), device=machine.device)
+    ids = torch.randint(0, sizes["vocab_size"], (*batch.values(),), device=machine.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     losses: dict[str, list[Tensor]] = {name: [] for name in IMPLEMENTATIONS}
 
@@ -161,11 +155,12 @@ def measure_qwen(sizes: Sizes, machine: Machine) -> Row:
         for name in IMPLEMENTATIONS:
             model.set_experts_implementation(name)
             if turn < WARM_UPS:
-                peaks[name] = max(peaks[name], most_allocated(step, machine))
+                held = torch.cuda.memory_allocated()  # 0 without a GPU
+                peaks[name] = max(peaks[name], held + machine.peak_bytes(step))
             else:
                 samples[name].append(elapsed_ms(step, 1) if machine.on_gpu else host_ms(step, 1, calls=1))
     return {
-        "cfg": {**config, "sequences": sizes["sequences"], "tokens": sizes["tokens"]},
+        "cfg": config | batch,
         "ms": {name: round(statistics.median(times), 3) for name, times in samples.items()},
         "samples_ms": {name: [round(time, 3) for time in times] for name, times in samples.items()},
         "peak_MiB": {name: round(peak / MIB, 1) for name, peak in peaks.items()},
@@ -201,12 +196,11 @@ def measure_gpt_oss(sizes: Sizes, machine: Machine) -> Row:
     calls: dict[str, Call] = {name: program.call(name) for name in IMPLEMENTATIONS}
     peaks = {}
     for name, call in calls.items():
-        program.clear()
         peaks[name] = round(machine.peak_bytes(call) / MIB, 1)
-    program.clear()
+        program.clear()
     found = machine.kernel_figures(calls, "step")
     return {
-        "cfg": {**sizes, "tokens": sizes["tokens"]},
+        "cfg": sizes,
         "ms": {name: each["step_ms"] for name, each in found.items()},
         "sum_ms": {name: each.get("step_sum_ms") for name, each in found.items()},
         "peak_MiB": peaks,
@@ -217,14 +211,10 @@ def measure_gpt_oss(sizes: Sizes, machine: Machine) -> Row:
 # --------------------------------------------------------------------------------------------------------- the parts
 
 
-def ratio(values: dict[str, float]) -> float:
-    """grouped_mm's over ours."""
-    return values["grouped_mm"] / values["blazeproto"]
-
-
 def bounds(record: Row) -> Iterator[tuple[str, bool]]:
     for part, row in record["parts"].items():
-        faster, peak, least = ratio(row["ms"]), 1 / ratio(row["peak_MiB"]), LEAST_RATIO[part]
+        faster, peak = (row[of]["grouped_mm"] / row[of]["blazeproto"] for of in ("ms", "peak_MiB"))
+        peak, least = 1 / peak, LEAST_RATIO[part]
         yield f"{part}: {faster:.3f} x as fast as grouped_mm, at least {least}", faster >= least
         if part == "qwen":
             yield f"qwen: peak {peak:.3f} of grouped_mm's, at most {QWEN_MOST_PEAK}", peak <= QWEN_MOST_PEAK
@@ -260,7 +250,6 @@ BENCH = Bench(
     bounds=bounds,
     prepare=prepare,
 )
-main = partial(run, BENCH)
 
 if __name__ == "__main__":
-    main()
+    run(BENCH)

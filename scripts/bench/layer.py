@@ -26,6 +26,7 @@ from scripts.bench.peers import LayerInputs, Program
 from scripts.bench.peers.layers import DEFAULT_PEERS, builds_of, launch_kernels, ours
 from scripts.bench.running import Bench, Item, run
 from scripts.bench.timing import (
+    PARTS,
     Machine,
     Row,
     host_ms,
@@ -57,13 +58,10 @@ def inputs_of(shape: Sizes, machine: Machine) -> list[LayerInputs]:
 
 def check_agreement(programs: dict[str, list[Program]]) -> dict[str, float]:
     """Largest relative difference of output and input gradient between ours and each peer that computes the same layer."""
-    mine = tensors_in(programs[OURS][0].forward_backward())[:2]
-    worst = {}
-    for name, (program, *_) in programs.items():
-        if name != OURS and program.computes_layer:
-            theirs = tensors_in(program.forward_backward())[:2]
-            worst[name] = round(max(relative_difference(a, b) for a, b in zip(mine, theirs, strict=True)), 5)
-    return worst
+    compared = {name: each[0] for name, each in programs.items() if each[0].computes_layer}
+    mine = tensors_in(compared.pop(OURS).forward_backward())[:2]
+    made = ((name, tensors_in(program.forward_backward())[:2]) for name, program in compared.items())
+    return {name: round(max(map(relative_difference, mine, theirs)), 5) for name, theirs in made}
 
 
 def measure(shape: Sizes, machine: Machine) -> Row:
@@ -71,12 +69,15 @@ def measure(shape: Sizes, machine: Machine) -> Row:
     inputs = inputs_of(shape, machine)
     programs, absent = peers.build_all(builds_of(DEFAULT_PEERS), shape, inputs)
     forward, both = (rotations(programs, step) for step in ("forward", "forward_backward"))
-
-    peak_forward = {name: machine.peak_bytes(call) for name, call in forward.items()}
-    peak_both = {name: machine.peak_bytes(call) for name, call in both.items()}
     saved = {name: saved_bytes(each[0].forward, each[0].weights) for name, each in programs.items()}
-    gradients = {
-        name: sum(t.nbytes for t in tensors_in(each[0].forward_backward())[1:]) for name, each in programs.items()
+    bytes_of = {
+        name: {
+            "saved_MiB": saved[name],
+            "peak_fwd_MiB": machine.peak_bytes(forward[name]),
+            "peak_fwdbwd_MiB": machine.peak_bytes(both[name]),
+            "grad_MiB": sum(t.nbytes for t in tensors_in(each[0].forward_backward())[1:]),
+        }
+        for name, each in programs.items()
     }
     agreement = check_agreement(programs)
 
@@ -88,21 +89,13 @@ def measure(shape: Sizes, machine: Machine) -> Row:
         one_thread = machine.eager(both)
     gpu, refused = step_times(programs, machine, (OURS, MAIN_PEER, "bmm_ub"), "gpu_")
 
-    floor_forward, floor_backward = cost.layer_floor_ms(shape)
-    row: Row = {
-        "rounds": machine.rounds,
-        "floor_fwd_ms": round(floor_forward, 4),
-        "floor_bwd_ms": round(floor_backward, 4),
-        "peers": {},
-    }
+    floors = zip(("floor_fwd_ms", "floor_bwd_ms"), cost.layer_floor_ms(shape), strict=True)
+    row: Row = {"rounds": machine.rounds} | {name: round(floor, 4) for name, floor in floors} | {"peers": {}}
     for name in programs:
         row["peers"][name] = {
             "fwd_ms": round(eager_forward[name], 4),
             "bwd_ms": round(eager_both[name] - eager_forward[name], 4),
-            "saved_MiB": round(saved[name] / MIB, 1),
-            "peak_fwd_MiB": round(peak_forward[name] / MIB, 1),
-            "peak_fwdbwd_MiB": round(peak_both[name] / MIB, 1),
-            "grad_MiB": round(gradients[name] / MIB, 1),
+            **{field: round(each / MIB, 1) for field, each in bytes_of[name].items()},
             "metadata_ms": round(metadata[name], 4) if name in metadata else None,
             "fwdbwd_one_thread_ms": round(one_thread[name], 4),
             **gpu[name],
@@ -110,10 +103,9 @@ def measure(shape: Sizes, machine: Machine) -> Row:
         }
     row |= {"not_captured": refused} if refused else {}
     row |= {"absent": absent} if absent else {}
-    row["difference_from_ours"] = agreement
     row["peers"][OURS] |= {"saved_bytes": saved[OURS], "saved_bytes_by_design": cost.saved_bytes(shape)}
     row["peers"][OURS] |= host_times(shape, inputs[0], machine)
-    return row
+    return row | {"difference_from_ours": agreement}
 
 
 def host_times(shape: Sizes, inputs: LayerInputs, machine: Machine) -> Row:
@@ -175,11 +167,9 @@ def bounded_workspace(shape: Sizes, machine: Machine) -> Row:
 def four_million_tokens(shape: Sizes, machine: Machine) -> Row:
     """Forward and backward of 4 Mi tokens: it fits, its gradients are finite, and what it takes."""
     program = ours(shape, peers.make_inputs(shape, device=machine.device))
-    _, gradients = program.forward_backward()
-    finite = all(bool(part.isfinite().all()) for gradient in gradients for part in gradient.split(1 << 18))
-    del gradients
-    peak = machine.peak_bytes(program.forward_backward)
-    ms = machine.eager({OURS: program.forward_backward})[OURS]
+    step = program.forward_backward
+    finite = all(bool(part.isfinite().all()) for gradient in step()[1] for part in gradient.split(1 << 18))
+    peak, ms = machine.peak_bytes(step), machine.eager({OURS: step})[OURS]
     row = {"finite": finite, "fwdbwd_ms": round(ms, 2), "peak_fwdbwd_MiB": round(peak / MIB, 1)}
     if machine.on_gpu:
         row["gpu_MiB"] = round(torch.cuda.get_device_properties(0).total_memory / MIB)
@@ -195,9 +185,9 @@ def skewed_routing(shape: Sizes, machine: Machine) -> Row:
     found, _ = step_times(programs, machine, ROUTINGS, "gpu_")
     row: Row = {"gpu_method": found["uniform"]["gpu_method"].rpartition("/")[2]}
     for kind, each in found.items():
-        row[kind] = {field: each[field] for field in ("gpu_fwd_ms", "gpu_fwdbwd_ms")}
-        for part in ("fwd", "fwdbwd"):
-            row[kind][f"{part}_to_uniform"] = round(each[f"gpu_{part}_ms"] / found["uniform"][f"gpu_{part}_ms"], 3)
+        ms = {field: each[field] for field in ("gpu_fwd_ms", "gpu_fwdbwd_ms")}
+        ratios = {part: ms[f"gpu_{part}_ms"] / found["uniform"][f"gpu_{part}_ms"] for part in PARTS}
+        row[kind] = ms | {f"{part}_to_uniform": round(ratio, 3) for part, ratio in ratios.items()}
     return row
 
 
@@ -222,7 +212,6 @@ BENCH = Bench(
     },
     head={"floor": FLOOR},
 )
-main = partial(run, BENCH)
 
 if __name__ == "__main__":
-    main()
+    run(BENCH)

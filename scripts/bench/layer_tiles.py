@@ -27,14 +27,17 @@ def _by_macros(config: TileConfig) -> dict[str, int]:
 def _tiles_of_layer(sizes: Sizes) -> frozenset[tuple[Any, ...]]:
     """The tiles that products have in layers of these sizes, whatever their weights, the number of their tokens, and the columns
     that are made at a time."""
-    plain = Variant()
-    variants = (plain, plain._replace(f32=True), plain._replace(transposed=True))
-    calls = ((product, variant) for variant in variants for product in gemm.PRODUCTS.values())
-    made = [kernel for product, variant in calls for kernel in product.for_layer(sizes, variant, variant)]
+    variants = (Variant(), Variant()._replace(f32=True), Variant()._replace(transposed=True))
+    described: list[tuple[str, Mapping[str, Any]]] = [
+        (kernel.entry, kernel.defines)
+        for variant in variants
+        for product in gemm.PRODUCTS.values()
+        for kernel in product.for_layer(sizes, variant, variant)
+    ]
     row_products = [tiles_for(name, columns) for name in NARROW for columns in WIDTHS] + [FACTOR_ROWS]
     configs = [("linear", config) for config in row_products] + [("weight_gradient", FACTOR_GRADIENT)]
-    described = [(kernel.entry, kernel.defines) for kernel in made]
-    return frozenset(_tiles(*each) for each in [*described, *((entry, _by_macros(each)) for entry, each in configs)])
+    described += [(entry, _by_macros(config)) for entry, config in configs]
+    return frozenset(_tiles(*each) for each in described)
 
 
 @cache

@@ -44,7 +44,7 @@ def factors_of(weight: Tensor, rank: int) -> LowRank:
     num_experts, width_out, width_in = weight.shape
     a = torch.randn(num_experts, rank, width_in, device=weight.device) * width_in**-0.5
     b = torch.randn(num_experts, width_out, rank, device=weight.device) * 0.5 * rank**-0.5
-    return LowRank(*(factor.to(weight.dtype).requires_grad_() for factor in (a, b)))
+    return LowRank(a.to(weight.dtype).requires_grad_(), b.to(weight.dtype).requires_grad_())
 
 
 def ours(shape: Sizes, inputs: LayerInputs, up: LowRank, down: LowRank) -> Program:
@@ -65,27 +65,21 @@ def by_peft(implementation: str, shape: Sizes, inputs: LayerInputs, up: LowRank,
     sizes = {"num_experts": shape.E, "hidden_size": shape.d, "moe_intermediate_size": shape.n, "hidden_act": "silu"}
     with torch.device("meta"):
         experts = Qwen3MoeExperts(SimpleNamespace(**sizes, _experts_implementation=implementation))
-    for name, weight in (("gate_up_proj", inputs.gate_up_proj), ("down_proj", inputs.down_proj)):
-        setattr(experts, name, nn.Parameter(weight.detach(), requires_grad=False))
-    model = nn.Module()
-    model.experts = experts
-    targets = ["experts.gate_up_proj", "experts.down_proj"]
-    rank = up.a.shape[1]
+    names, rank = ("gate_up_proj", "down_proj"), up.a.shape[1]
+    for name in names:
+        setattr(experts, name, nn.Parameter(getattr(inputs, name).detach(), requires_grad=False))
+    model: Any = nn.ModuleDict({"experts": experts})
+    targets = [f"experts.{name}" for name in names]
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=[], target_parameters=targets), model)
-    wrapper: Any = model.experts
+    wrapper: Any = model["experts"]
     leaves = []
     for layer, factors in ((wrapper.base_layer, up), (wrapper, down)):
         flat = (factors.a.flatten(0, 1), factors.b.permute(1, 2, 0).flatten(1))
         for owner, values in zip((layer.lora_A, layer.lora_B), flat, strict=True):
             owner["default"].weight.data = values.detach().contiguous()
             leaves.append(owner["default"].weight)
-    index = inputs.experts.long()
     scores = inputs.scores.detach().to(inputs.x.dtype).requires_grad_()  # as its routers give them
-
-    def forward() -> Tensor:
-        made: Tensor = wrapper(inputs.x, index, scores)
-        return made
-
+    forward = partial(wrapper, inputs.x, inputs.experts.long(), scores)
     layouts = tuple(
         as_ours
         for factors in (up, down)
@@ -102,15 +96,10 @@ def build_programs(shape: Sizes, device: str, rank: int = RANK) -> tuple[dict[st
     """Programs by name ("lora", "full", "peft", "wrapped"), each run once; and why some are absent."""
     torch.manual_seed(0)
     inputs = peers.make_inputs(shape, device=device)
-    factors = [factors_of(weight, rank) for weight in (inputs.gate_up_proj, inputs.down_proj)]
-
-    def with_factors(build: Any, shape: Sizes, inputs: LayerInputs) -> Program:
-        made: Program = build(shape, inputs, *factors)
-        return made
-
-    builds: dict[str, peers.Build] = {"lora": partial(with_factors, ours), "full": experts.ours}
+    up, down = (factors_of(weight, rank) for weight in (inputs.gate_up_proj, inputs.down_proj))
+    builds: dict[str, peers.Build] = {"lora": partial(ours, up=up, down=down), "full": experts.ours}
     for name, implementation in (("peft", "grouped_mm"), ("wrapped", "blazeproto")):
-        builds[name] = partial(with_factors, partial(by_peft, implementation))
+        builds[name] = partial(by_peft, implementation, up=up, down=down)
     return peers.build_all(builds, shape, [inputs])
 
 
@@ -133,14 +122,12 @@ def bounds(record: Row) -> Iterator[tuple[str, bool]]:
             yield f"over peft on grouped_mm: {over:.2f} x, at least {LEAST_OVER_PEFT}", over >= LEAST_OVER_PEFT
 
 
-def with_rank(shape: Sizes) -> Row:
-    return of_shape(shape) | {"rank": RANK}
-
-
 BENCH = Bench(
-    "lora", __doc__, {"rows": Item(measure, [SHAPE], [SMALL], [QUICK_SHAPE], with_rank, rounds=5)}, bounds=bounds
+    "lora",
+    __doc__,
+    {"rows": Item(measure, [SHAPE], [SMALL], [QUICK_SHAPE], lambda shape: of_shape(shape) | {"rank": RANK}, rounds=5)},
+    bounds=bounds,
 )
-main = partial(run, BENCH)
 
 if __name__ == "__main__":
-    main()
+    run(BENCH)

@@ -18,7 +18,6 @@ import argparse
 import importlib.util
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 
 import torch
 
@@ -41,10 +40,9 @@ Programs = dict[str, list[modules.ModuleProgram]]
 def build_programs(shape: Sizes, inputs: Sequence[LayerInputs]) -> tuple[Programs, dict[str, str]]:
     """Programs by name ("ours", its "router", "sonic"), one for each set of inputs, each run once; why SonicMoE is absent."""
     programs, absent = peers.build_all({"ours": modules.ours, "sonic": modules.sonic}, shape, inputs)
-    layers = zip(programs["ours"], inputs, strict=True)
-    routers = [modules.router_of(ours, torch.randn_like(one.scores)) for ours, one in layers]
-    made = {"ours": programs.pop("ours"), "router": peers.run_once(routers)}
-    return made | programs, absent
+    ours = programs.pop("ours")
+    routers = [modules.router_of(each, torch.randn_like(one.scores)) for each, one in zip(ours, inputs, strict=True)]
+    return {"ours": ours, "router": peers.run_once(routers)} | programs, absent
 
 
 def gap_times(programs: Mapping[str, Sequence[modules.ModuleProgram]], machine: Machine) -> Row:
@@ -86,9 +84,7 @@ def row_of(shape: Sizes, machine: Machine) -> Row:
     saved = saved_bytes(router.forward, router.module.parameters())
     floors = cost.layer_floor_ms(shape), cost.router_floor_ms(shape)
     forward, backward = (sum(parts) for parts in zip(*floors, strict=True))
-    row: Row = {"rounds": machine.rounds}
-    row |= part_times(programs, machine)
-    row |= gap_times(modules_alone, machine)
+    row: Row = {"rounds": machine.rounds} | part_times(programs, machine) | gap_times(modules_alone, machine)
     row |= {"floor_fwd_ms": round(forward, 4), "floor_fwdbwd_ms": round(forward + backward, 4)}
     row |= peaks | {"router_saved_bytes": saved, "router_may_save_bytes": router_saves(shape)}
     return row | {"difference": differences} | ({"absent": absent} if absent else {})
@@ -112,7 +108,6 @@ BENCH = Bench(
     bounds=bounds,
     prepare=prepare,
 )
-main = partial(run, BENCH)
 
 if __name__ == "__main__":
-    main()
+    run(BENCH)

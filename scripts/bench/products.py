@@ -84,19 +84,17 @@ class Arrays:
         self.ends = self.dispatch.expert_token_offsets[1:].clone()  # torch's offsets leave out the leading zero
         self.input = cache(self._input)
 
-    def lengths(self, letters: str) -> list[int]:
-        """The lengths of an array of a product's specification."""
-        return [self.shape.letters[letter] for letter in letters.split()]
+    def output(self, letters: str, dtype: str) -> torch.Tensor:
+        """Zeros; letters: of the lengths, as a product's specification has them."""
+        lengths = [self.shape.letters[letter] for letter in letters.split()]
+        return torch.zeros(lengths, dtype=getattr(torch, dtype), device=self.device)
 
     def _input(self, letters: str, dtype: str) -> torch.Tensor:
         """At unit scale; weights at 1/√fan-in, scores above 0."""
-        made = torch.empty(self.lengths(letters), dtype=getattr(torch, dtype), device=self.device)
+        made = self.output(letters, dtype)
         if dtype == "float32":
             return made.uniform_(generator=self.generator)
         return made.normal_(0.0, made.shape[-1] ** -0.5 if made.dim() == 3 else 1.0, generator=self.generator)
-
-    def output(self, letters: str, dtype: str) -> torch.Tensor:
-        return torch.zeros(self.lengths(letters), dtype=getattr(torch, dtype), device=self.device)
 
     def rows(self, array: Array) -> torch.Tensor:
         """An input's rows in expert order."""
@@ -126,18 +124,17 @@ def versions(name: str, a: Arrays, config: gemm.TileConfig | None) -> dict[str, 
     if matrix in spec.outputs:
         left, right = by_letter[outer], by_letter[inner]
         ordered = {array.name: a.rows(array) for array in (left, right)}
-        calls["plain"] = partial(product.run, **ordered, **outputs, **options, gather=False)
-        calls["torch"] = partial(F.grouped_mm, ordered[left.name].t(), ordered[right.name], offs=a.ends)
-        calls["gathered"] = calls["layer"]
-        return calls
+        plain = partial(product.run, **ordered, **outputs, **options, gather=False)
+        by_torch = partial(F.grouped_mm, ordered[left.name].t(), ordered[right.name], offs=a.ends)
+        return calls | {"plain": plain, "torch": by_torch, "gathered": calls["layer"]}
     transposed = inner not in by_letter
     rows, weights = by_letter[outer if transposed else inner], inputs[matrix.name]
     made, ordered_rows = a.output(f"R {inner if transposed else outer}", "bfloat16"), a.rows(rows)
-    plain: Any = partial(cast(Any, gemm.grouped_mm), weights=weights, transposed=transposed, out=made, **options)
-    calls["plain"] = partial(plain, ordered_rows)
+    ours: Any = partial(cast(Any, gemm.grouped_mm), weights=weights, transposed=transposed, out=made, **options)
+    calls["plain"] = partial(ours, ordered_rows)
     calls["torch"] = partial(F.grouped_mm, ordered_rows, weights if transposed else weights.mT, offs=a.ends)
     if rows.index == "token":
-        calls["gathered"] = partial(plain, inputs[rows.name], gather=True)
+        calls["gathered"] = partial(ours, inputs[rows.name], gather=True)
     return calls
 
 
@@ -170,15 +167,15 @@ def tune(case: tuple[Sizes, str], machine: Machine) -> Row:
     """The layer's version of a product with every tile configuration, ms by configuration."""
     shape, name = case
     arrays = arrays_of(shape, machine.device)
-    calls, failed = {}, {}
+    calls, failed = dict[str, Call](), dict[str, str]()
     for config in gemm.candidates(name):
         label = describe(config)
         try:
-            calls[label] = versions(name, arrays, config)["layer"]
-            calls[label]()
+            call = versions(name, arrays, config)["layer"]
+            call()
             torch.cuda.synchronize()
+            calls[label] = call
         except Exception as error:  # noqa: BLE001  a configuration that doesn't fit is no reason to lose the others
-            calls.pop(label, None)
             failed[label] = f"{type(error).__name__}: {str(error)[:120]}"
     ms = machine.times(calls, tuple(calls)).ms
     row: Row = {"floor_ms": round(cost.product_floor_ms(name, shape), 4)}
@@ -187,10 +184,9 @@ def tune(case: tuple[Sizes, str], machine: Machine) -> Row:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    names = "of " + ", ".join(gemm.PRODUCTS)
+    names = f"of {', '.join(gemm.PRODUCTS)}"
     parser.add_argument("--products", type=some_of(gemm.PRODUCTS), default=[*DEFAULT_PRODUCTS], help=names)
-    what = "time all tile configurations instead"
-    parser.add_argument("--tune", dest="parts", action="store_const", const=["tune"], help=what)
+    parser.add_argument("--tune", dest="parts", action="store_const", const=["tune"], help="time all tiles instead")
 
 
 def of_product(case: tuple[Sizes, str]) -> Row:
@@ -213,7 +209,6 @@ BENCH = Bench(
     options=add_options,
     asked=lambda options, case: case[1] in options.products,
 )
-main = partial(run, BENCH)
 
 if __name__ == "__main__":
-    main()
+    run(BENCH)

@@ -54,10 +54,9 @@ def rank_memory_table(record: Record) -> str:
     """Peaks of a rank by number of GPUs, computed, beside what was measured."""
     measured: dict[tuple[Any, ...], float] = {}
     for row in record.get("ep", []):
-        if "peak_MiB" not in row:
-            continue
         sizes = Sizes(**row["cfg"])
-        measured[sizes, row["gpus"], row["dispatcher"]] = row["peak_MiB"]
+        if "peak_MiB" in row:
+            measured[sizes, row["gpus"], row["dispatcher"]] = row["peak_MiB"]
         if "alone_MiB" in row:
             measured[sizes, 1, "symmetric"] = row["alone_MiB"]
     rows = []

@@ -23,7 +23,6 @@ top-k, a little more or less after rounding. GPU time by CUDA-graph replay, in t
 """
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from scripts.bench import peers
 from scripts.bench.common import cfg_of
 from scripts.bench.peers import LayerInputs, Program
 from scripts.bench.peers.layers import ours
-from scripts.bench.peers.modules import AUX_LOSS, moe
+from scripts.bench.peers.modules import AUX_LOSS, moe, program_of
 from scripts.bench.running import Bench, Item, run
 from scripts.bench.timing import Machine, Row, step_times
 
@@ -67,8 +66,11 @@ SUBFIGURES: dict[str, tuple[Sizes, ...]] = {
 
 def whole_layers(shape: Sizes, inputs: LayerInputs, tile: int = TILE) -> dict[str, MoE]:
     """A layer for each of ROUTERS, all with the same weights."""
-    tiles: dict[str, Any] = {name: {} if name == "top_k" else {"tile": tile} for name in ROUTERS}
-    return {name: moe(shape, inputs, router, aux_loss=AUX_LOSS, **tiles[name]) for name, router in ROUTERS.items()}
+    tiles: Any = {"top_k": {}}
+    return {
+        name: moe(shape, inputs, router, aux_loss=AUX_LOSS, **tiles.get(name, {"tile": tile}))
+        for name, router in ROUTERS.items()
+    }
 
 
 def tile_on(machine: Machine) -> int:
@@ -98,26 +100,23 @@ def on_routing(shape: Sizes, inputs: LayerInputs, routing: Routing) -> Program:
 def with_router(layer: MoE, inputs: LayerInputs) -> Program:
     """A whole layer, auxiliary loss included."""
 
-    def forward() -> tuple[torch.Tensor, torch.Tensor]:
-        out, stats = layer(inputs.x)
-        return out, torch.as_tensor(stats.aux_loss)
-
-    ones = torch.ones((), device=inputs.x.device)
-    return Program(forward, (inputs.x, *layer.parameters()), (inputs.grad_output, ones), ())
+    module = program_of(layer, inputs.x, inputs.grad_output)
+    return Program(module.forward, (inputs.x, *layer.parameters()), (module.grad_output, module.grad_loss), ())
 
 
 # ------------------------------------------------------------------------------------------------------- measurement
 
 
+def parts_of(forward: float, both: float) -> Row:
+    """Forward, backward and both, of milliseconds or operations."""
+    return {"fwd": forward, "bwd": both - forward, "fwdbwd": both}
+
+
 def model_tflops(shape: Sizes, rows: int, forward_ms: float, both_ms: float) -> dict[str, float]:
     """Model TFLOP/s of forward, backward and both: operations on ``rows`` real rows, tiles' empty ones not counted."""
     forward, backward = cost.layer_operations(shape._replace(T=rows, K=1))
-    parts = {
-        "fwd": (forward, forward_ms),
-        "bwd": (backward, both_ms - forward_ms),
-        "fwdbwd": (forward + backward, both_ms),
-    }
-    return {f"{name}_tflops": round(1e-9 * operations / ms, 1) for name, (operations, ms) in parts.items()}
+    operations, ms = parts_of(forward, forward + backward), parts_of(forward_ms, both_ms)
+    return {f"{part}_tflops": round(1e-9 * operations[part] / ms[part], 1) for part in ms}
 
 
 def figures(
@@ -135,12 +134,9 @@ def figures(
 
 def gains(found: dict[str, Row], prefix: str = "gpu_") -> dict[str, float]:
     """Model TFLOP/s with token rounding over plain top-k's."""
-    speeds: dict[str, list[float]] = {"fwd": [], "bwd": [], "fwdbwd": []}
-    for row in (found["rounded"], found["top_k"]):
-        forward, both = row[f"{prefix}fwd_ms"], row[f"{prefix}fwdbwd_ms"]
-        for part, ms in (("fwd", forward), ("bwd", both - forward), ("fwdbwd", both)):
-            speeds[part].append(row["rows"] / ms)
-    return {f"{part}_gain": round(rounded / plain, 4) for part, (rounded, plain) in speeds.items()}
+    rounded, plain = found["rounded"], found["top_k"]
+    ms, plain_ms = (parts_of(row[f"{prefix}fwd_ms"], row[f"{prefix}fwdbwd_ms"]) for row in (rounded, plain))
+    return {f"{part}_gain": round(rounded["rows"] / ms[part] / plain["rows"] * plain_ms[part], 4) for part in ms}
 
 
 def measure(case: tuple[str, Sizes], machine: Machine) -> Row:
@@ -155,21 +151,16 @@ def measure(case: tuple[str, Sizes], machine: Machine) -> Row:
     return experts | gains(experts) | {"layers": layers | gains(layers)}
 
 
-def of_subfigure(case: tuple[str, Sizes]) -> Row:
-    return {"subfigure": case[0], "cfg": cfg_of(case[1])}
-
-
 CASES = [(name, shape) for name, shapes in SUBFIGURES.items() for shape in shapes]
 ENDS = [case for case in CASES if case[1].rows // case[1].E in (2048, 256)]  # the fewest and the most experts of each
 SMALL = [("small", Sizes(600, 32, 16, 8, 2))]
 BENCH = Bench(
     "rounding",
     __doc__,
-    {"rows": Item(measure, CASES, SMALL, ENDS, of_subfigure)},
+    {"rows": Item(measure, CASES, SMALL, ENDS, lambda case: {"subfigure": case[0], "cfg": cfg_of(case[1])})},
     head={"tile": TILE, "rule": "nr_f"},
     paragraphs=2,
 )
-main = partial(run, BENCH)
 
 if __name__ == "__main__":
-    main()
+    run(BENCH)

@@ -41,9 +41,8 @@ def of_shape(shape: Any) -> Row:
     return {"cfg": cfg_of(shape)}
 
 
-def of_case(case: Any) -> Row:
-    key: Row = case.key
-    return key
+def of_case(case: Any) -> Any:
+    return case.key
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,7 @@ class Item:
     file: of results; the program's by default.  part: of the file, with "/" between nested names.  single: the part is one row.
     peers: programs beside ours that it has.  rounds: of which times are medians.
     seconds: that items before it leave to it.
+    together: makes one row of a case's runs, which have a ``number`` from 0, and keeps them under "runs".
     """
 
     measure: Callable[[Any, Machine], Row | list[Row]]
@@ -68,6 +68,7 @@ class Item:
     peers: tuple[str, ...] = ()
     rounds: int = 20
     seconds: float = 0.0
+    together: Callable[[list[Row]], Row] | None = None
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,11 @@ class Bench:
 
 
 class Job(NamedTuple):
-    """One case of an item. later: the seconds that are left to the items after it."""
+    """One case of an item."""
 
     name: str
     item: Item
     case: Any
-    later: float
 
     def __str__(self) -> str:
         return f"{self.name}: {self.case}"
@@ -147,17 +147,17 @@ def options_of(bench: Bench, words: list[str] | None = None) -> argparse.Namespa
     options = parser.parse_args(words)
     if options.cpu and options.quick:
         parser.error("--quick: expected none with --cpu, which is short")
-    chosen = {name: item for name, item in items.items() if {name, "all"} & {*options.parts}}
-    jobs: list[Job] = []
-    later = 0.0
-    for name, item in reversed(chosen.items()):
-        cases = item.short if options.cpu else item.quick if options.quick else item.cases
-        jobs[:0] = [Job(name, item, case, later) for case in cases if bench.asked(options, case)]
-        later += item.seconds
-    options.jobs = jobs
+    form = "short" if options.cpu else "quick" if options.quick else "cases"
+    options.jobs = [
+        Job(name, item, case)
+        for name, item in items.items()
+        if {name, "all"} & {*options.parts}
+        for case in getattr(item, form)
+        if bench.asked(options, case)
+    ]
     if options.configs:
         try:
-            options.jobs = parse_shapes(options.configs, jobs)
+            options.jobs = parse_shapes(options.configs, options.jobs)
         except argparse.ArgumentTypeError as error:
             parser.error(f"argument --configs: {error}")
     return options
@@ -190,10 +190,10 @@ def is_of(row: Row, key: Row) -> bool:
     return all(row.get(name) == value for name, value in key.items())
 
 
-def has(record: Row, item: Item, key: Row, peers: Iterable[str] = ()) -> bool:
-    """Whether a record has the rows of a case with these peers, of the kernels and the benchmark that are here."""
+def todays(record: Row, item: Item, key: Row, peers: Iterable[str] = ()) -> list[Row]:
+    """A case's rows with these peers, of the kernels and the benchmark that are here; none if one is of others."""
     rows = [row for row in rows_at(record, item) if is_of(row, key)]
-    return bool(rows) and not any(identity.earlier(row) or {*peers} - {*row.get("peers", peers)} for row in rows)
+    return [] if any(identity.earlier(row) or {*peers} - {*row.get("peers", peers)} for row in rows) else rows
 
 
 def put(record: Row, item: Item, key: Row, rows: list[Row], order: Sequence[Row]) -> None:
@@ -216,17 +216,6 @@ def measured(measure: Callable[[Any, Machine], Row | list[Row]], key: Row, case:
         identity.KERNELS.update(elsewhere)
         row["of"]["kernels"] = sorted({*row["of"]["kernels"], *elsewhere})
     return rows
-
-
-def tables_of(file: str, record: Row) -> list[str]:
-    """Those that the pages make of a file."""
-    from scripts.bench.result_tables import TABLES
-
-    return [make(record) for of, make in TABLES.values() if of == file]
-
-
-def verdict(what: str, holds: bool) -> str:
-    return f"{'holds' if holds else 'FAILS'}  {what}"
 
 
 # ------------------------------------------------------------------------------------------------------------------ run
@@ -267,13 +256,23 @@ def _run(bench: Bench, options: argparse.Namespace, ranks: Ranks) -> bool:
     gpus = {"gpus": ranks.size} if bench.ranks else {}
     peers = {name: [peer for peer in options.peers if peer in item.peers] for name, item in bench.items.items()}
 
+    def kept(job: Job) -> list[Row]:
+        """The rows that are there, or the runs."""
+        rows = todays(records[files[job.name]], job.item, job.item.key(job.case) | gpus, peers[job.name])
+        return [run for row in rows for run in row["runs"]] if job.item.together else rows
+
     def is_there(job: Job) -> bool:
-        return has(records[files[job.name]], job.item, job.item.key(job.case) | gpus, peers[job.name])
+        return len(kept(job)) > (job.case.number if job.item.together else 0)
 
     left = [job for job in options.jobs if not (options.resume and ranks.told(is_there(job)))]
     for file, record in records.items():
         record |= begun(file.rpartition("/")[2], bench.doc, bench.paragraphs, **bench.head)
-    turns = in_turn(left, options.time_budget, later=lambda job: job.later, agreed=ranks.told)
+    names = [*dict.fromkeys(job.name for job in left)]
+
+    def later(job: Job) -> float:
+        return sum(bench.items[name].seconds for name in names[names.index(job.name) + 1 :])
+
+    turns = in_turn(left, options.time_budget, later=later, agreed=ranks.told)
     for place, job in enumerate(turns, 1):
         item, record, path = job.item, records[files[job.name]], paths[files[job.name]]
         rounds = options.rounds or (1 if options.cpu else max(2, item.rounds // 3) if options.quick else item.rounds)
@@ -294,13 +293,19 @@ def _run(bench: Bench, options: argparse.Namespace, ranks: Ranks) -> bool:
             if bench.peers:
                 rows = [row | {"peers": peers[job.name]} for row in rows]
             alike = [each for each in bench.items.values() if each.part == item.part and each.file == item.file]
+            if item.together and rows:
+                rows = [item.together([*kept(job), *rows])]
             if rows:
                 put(record, item, key, rows, [each.key(case) for each in alike for case in (*each.cases, *each.short)])
             if path:
                 write_json(path, record)
     if ranks.first:
+        from scripts.bench.result_tables import TABLES
+
         for file, record in records.items():
-            print(*tables_of(file, record), *(verdict(*each) for each in bench.bounds(record)), sep="\n\n")
+            tables = [make(record) for of, make in TABLES.values() if of == file]
+            verdicts = [f"{'holds' if holds else 'FAILS'}  {what}" for what, holds in bench.bounds(record)]
+            print(*tables, *verdicts, sep="\n\n")
             print(f"wrote {paths[file]}" if left and paths[file] else f"nothing to add to {paths[file] or 'a file'}")
     return any("failed" in record for record in records.values())
 

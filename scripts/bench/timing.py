@@ -103,14 +103,10 @@ def capture(call: Call, pool: Pool) -> torch.cuda.CUDAGraph:
         result.fill_(math.nan)
     graph.replay()
     torch.cuda.synchronize()
-    worst = max((relative_difference(r, e) for r, e in zip(results, expected, strict=True)), key=_nan_is_largest)
-    if not worst < 1e-2:
-        raise RuntimeError(f"replay differs from the eager call by {worst:.3g}")
+    differences = [relative_difference(r, e) for r, e in zip(results, expected, strict=True)]
+    if wrong := [each for each in differences if not each < 1e-2]:  # NaN too
+        raise RuntimeError(f"replay differs from the eager call by {wrong[0]:.3g}")
     return graph
-
-
-def _nan_is_largest(value: float) -> float:
-    return math.inf if math.isnan(value) else value
 
 
 def captured(call: Call, pool: Pool) -> Rotation:
@@ -186,27 +182,23 @@ def long_bursts(calls: Mapping[str, Call], rounds: int) -> dict[str, KernelTime]
 
 def split_by_marker(spans: Sequence[tuple[str, float, float]]) -> list[KernelTime]:
     """The kernel times before, between and after the markers, of (name, begin, end) in microseconds on one stream."""
-    groups: list[list[tuple[float, float]]] = [[]]
+    microseconds, last = [(0.0, 0.0)], -math.inf
     for name, begin, end in sorted(spans, key=lambda span: span[1]):
         if MARKER in name:
-            groups.append([])
+            microseconds.append((0.0, 0.0))
         else:
-            groups[-1].append((begin, end))
-    times = []
-    for group in groups:
-        busy, last = 0.0, -math.inf
-        for begin, end in group:
-            busy += max(0.0, end - max(begin, last))
-            last = max(last, end)
-        times.append(KernelTime(busy / 1e3, sum(end - begin for begin, end in group) / 1e3))
-    return times
+            busy, total = microseconds[-1]
+            microseconds[-1] = (busy + max(0.0, end - max(begin, last)), total + end - begin)
+        last = max(last, end)
+    return [KernelTime(busy / 1e3, total / 1e3) for busy, total in microseconds]
 
 
 def _median_of_rounds(times: Sequence[KernelTime], rounds: int) -> KernelTime:
     each = len(times) // rounds
-    parts = [times[index * each : (index + 1) * each] for index in range(rounds)]
-    busy = [statistics.fmean(time.busy for time in part) for part in parts]
-    total = [statistics.fmean(time.total for time in part) for part in parts]
+    busy, total = (
+        [statistics.fmean(part[start : start + each]) for start in range(0, len(part), each)]
+        for part in ([time.busy for time in times], [time.total for time in times])
+    )
     return KernelTime(statistics.median(busy), statistics.median(total), tuple(busy))
 
 
@@ -217,38 +209,6 @@ class GpuTimes:
     ms: dict[str, float]
     method: dict[str, str]
     refused: dict[str, str]  # why a program is not timed as a graph
-
-
-def gpu_ms(
-    calls: Mapping[str, Call], must_agree: Sequence[str], rounds: int = ROUNDS, *, gaps: bool = False
-) -> GpuTimes:
-    """GPU time by graph replay where a program captures, else by kernel durations.
-
-    If one of `must_agree` can't be captured, none is timed as a graph: both sides of a ratio get the same method.
-    gaps: what is not timed as a graph is timed from its first kernel to its last, by events, the GPU being held until all is
-    queued: with the gaps between kernels, as a graph has them.
-    """
-    pool = torch.cuda.graph_pool_handle()
-    graphs: dict[str, Call] = {}
-    refused: dict[str, str] = {}
-    for name, call in calls.items():
-        try:
-            graphs[name] = captured(call, pool)
-        except Exception as error:  # noqa: BLE001  whatever a peer does under capture, the others go on
-            refused[name] = f"{type(error).__name__}: {str(error)[:200]}"
-            pool = torch.cuda.graph_pool_handle()  # the old one records for ever
-    if any(name in refused for name in must_agree):
-        graphs.clear()
-    ms = interleaved_ms(graphs, rounds, warmups=3, queued=True)
-    method = {name: "graph" if name in ms else "kernels" for name in calls}
-    graphs.clear()
-    rest = {name: call for name, call in calls.items() if name not in ms}
-    if rest and gaps:
-        ms |= interleaved_ms(rest, rounds, queued=True)
-        method |= dict.fromkeys(rest, "events")
-    elif rest:
-        ms |= {name: time.total for name, time in kernel_times(rest, rounds).items()}
-    return GpuTimes(ms, method, refused)
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
@@ -338,18 +298,37 @@ class Machine:
             dist.all_reduce(made, dist.ReduceOp.MAX)
         return made.tolist()
 
-    def times(self, calls: Mapping[str, Call], together: Sequence[str] = (), *, gaps: bool = False) -> GpuTimes:
-        """Milliseconds by name, as `gpu_ms` measures them, or by the clock; ``together``: programs that are measured alike."""
-        if self.on_gpu:
-            return gpu_ms(calls, [name for name in together if name in calls], self.rounds, gaps=gaps)
-        return GpuTimes(quickest_ms(calls, self.rounds), dict.fromkeys(calls, "clock"), {})
+    def times(
+        self, calls: Mapping[str, Call], together: Sequence[str] = (), *, graphs: bool = True, gaps: bool = False
+    ) -> GpuTimes:
+        """Milliseconds by name, by graph replay where a program captures, else by kernel durations; on a CPU by the clock.
 
-    def kernels(self, calls: Mapping[str, Call]) -> GpuTimes:
-        """Sums of kernel durations by name, for calls of which one is known not to be captured; on a CPU by the clock."""
-        if self.on_gpu:
-            found = {name: each.total for name, each in kernel_times(calls, self.rounds).items()}
-            return GpuTimes(found, dict.fromkeys(calls, "kernels"), {})
-        return self.times(calls)
+        together: programs that are measured alike: if one of them can't be captured, none is timed as a graph.  graphs: whether
+        graphs are tried at all.  gaps: what is not timed as a graph is timed from its first kernel to its last, by events, the
+        GPU being held until all is queued: with the gaps between kernels, as a graph has them.
+        """
+        if not self.on_gpu:
+            return GpuTimes(quickest_ms(calls, self.rounds), dict.fromkeys(calls, "clock"), {})
+        pool = torch.cuda.graph_pool_handle()
+        replays: dict[str, Call] = {}
+        refused: dict[str, str] = {}
+        for name, call in calls.items() if graphs else ():
+            try:
+                replays[name] = captured(call, pool)
+            except Exception as error:  # noqa: BLE001  whatever a peer does under capture, the others go on
+                refused[name] = f"{type(error).__name__}: {str(error)[:200]}"
+                pool = torch.cuda.graph_pool_handle()  # the old one records for ever
+        if refused.keys() & {*together}:
+            replays.clear()
+        ms = interleaved_ms(replays, self.rounds, warmups=3, queued=True)
+        replays.clear()
+        rest = {name: call for name, call in calls.items() if name not in ms}
+        method = dict.fromkeys(ms, "graph") | dict.fromkeys(rest, "events" if gaps else "kernels")
+        if rest and gaps:
+            ms |= interleaved_ms(rest, self.rounds, queued=True)
+        elif rest:
+            ms |= {name: time.total for name, time in kernel_times(rest, self.rounds).items()}
+        return GpuTimes(ms, method, refused)
 
     def eager(self, calls: Mapping[str, Call], warmups: int = 5, *, queued: bool = False) -> dict[str, float]:
         """Milliseconds of eager calls by name, host time included, or with the host queueing them beforehand (``queued``)."""
@@ -363,12 +342,10 @@ class Machine:
     def kernel_figures(self, calls: Mapping[str, Call], part: str) -> dict[str, Row]:
         """Figures of a part by program, of kernel durations: an overlap is counted once; the GPU is held until the host has
         queued a call. ``_sum_ms``: of the durations; ``_rounds_ms``: of each round."""
-        if not self.on_gpu:
-            clock = quickest_ms(calls, self.rounds)
-            return {
-                name: {f"{part}_ms": round(ms, 4), f"{part}_rounds_ms": [round(ms, 4)]} for name, ms in clock.items()
-            }
-        times = long_bursts(calls, self.rounds)
+        if self.on_gpu:
+            times = long_bursts(calls, self.rounds)
+        else:
+            times = {name: KernelTime(ms, ms, (ms,)) for name, ms in quickest_ms(calls, self.rounds).items()}
         return {
             name: {
                 f"{part}_ms": round(time.busy, 4),
@@ -405,8 +382,7 @@ def step_times(
 
     together: those that are timed alike.  prefix: of the figures' names.  graphs: whether graphs are tried at all.
     """
-    calls = [rotations(programs, step) for step in PARTS.values()]
-    forward, both = (machine.times(each, together) if graphs else machine.kernels(each) for each in calls)
+    forward, both = (machine.times(rotations(programs, step), together, graphs=graphs) for step in PARTS.values())
     found = {
         name: {
             f"{prefix}fwd_ms": round(forward.ms[name], 4),

@@ -17,6 +17,8 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -24,12 +26,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from blazeproto.gemm import Sizes
-from scripts.bench.common import MIB
-from scripts.bench.expert_parallel import IN_A_ROW, draw_ids, exchange_figures, inputs_of, payload, rank_ms
+from scripts.bench.common import MIB, inverse_of
+from scripts.bench.expert_parallel import exchange_row, inputs_of
 from scripts.bench.timing import Machine, Row
 from scripts.command import argument_parser
 from scripts.lm.ranks import Ranks
 
+OPERATORS = ("all_to_all_vdev_2d", "all_to_all_vdev_2d_offset")  # out and back
 MOST_GROUPS = 16  # of a rank: warps of the operator's blocks
 ROOM = 1.25  # for rows that arrive, over the mean
 TIMEOUT = 40  # seconds that a rank waits for another
@@ -70,12 +73,8 @@ class Exchange:
     def back(self, scores: Tensor) -> Tensor:
         """``arrived`` → (T, d), weighed by scores (T, K)."""
         self.send_back(self.arrived, self.returned, self.places, self.places_back)
-        pairs = torch.empty_like(self.order)
-        pairs[self.order] = torch.arange(len(pairs), device=pairs.device)
-        weights = scores.to(self.returned.dtype)
-        return torch.nn.functional.embedding_bag(
-            pairs.view(scores.shape), self.returned, mode="sum", per_sample_weights=weights
-        )
+        rows, weights = inverse_of(self.order).view(scores.shape), scores.to(self.returned.dtype)
+        return torch.nn.functional.embedding_bag(rows, self.returned, mode="sum", per_sample_weights=weights)
 
 
 def missing() -> str:
@@ -84,8 +83,7 @@ def missing() -> str:
 
     if not symmetric_memory.is_nvshmem_available():
         return "torch finds no NVSHMEM"
-    names = ("all_to_all_vdev_2d", "all_to_all_vdev_2d_offset")
-    return next((f"torch has no symm_mem.{name}" for name in names if not hasattr(torch.ops.symm_mem, name)), "")
+    return next((f"torch has no symm_mem.{name}" for name in OPERATORS if not hasattr(torch.ops.symm_mem, name)), "")
 
 
 @torch.no_grad()
@@ -94,20 +92,12 @@ def measure(shape: Sizes, machine: Machine, exchanges: list[Exchange]) -> Row:
     ranks = machine.ranks
     given = inputs_of(shape, ranks)
     x, scores = given.x.detach(), given.scores.detach()
-    routings = [torch.empty_like(given.ids) for _ in range(IN_A_ROW)]
-    turns = [exchanges[number % len(exchanges)] for number in range(IN_A_ROW)]
+    turns = cycle(exchanges)
 
-    def draw() -> None:
-        for ids in routings:
-            draw_ids(ids, shape.E)
-
-    def out() -> None:
-        for exchange, ids in zip(turns, routings, strict=True):
-            exchange.out(x, ids)
-
-    def back() -> None:
-        for exchange in turns:
-            exchange.back(scores)
+    def send(ids: Tensor) -> Exchange:
+        exchange = next(turns)
+        exchange.out(x, ids)
+        return exchange
 
     exchanges[0].out(x, given.ids)
     wanted = x.float() * scores.sum(1, keepdim=True)
@@ -115,9 +105,8 @@ def measure(shape: Sizes, machine: Machine, exchanges: list[Exchange]) -> Row:
     if ranks.sum((~(wrong < 0.02)).float()) > 0:  # NaN too
         return {"absent": f"what comes back differs by {float(wrong):.2g} of its norm"}
     away = int((given.ids // (shape.E // ranks.size) != ranks.rank).sum())
-    moved = {"moved_MiB": round(away * shape.d * x.element_size() / MIB, 2)}
-    ms = [ms / IN_A_ROW for ms in rank_ms([out, back], machine, before=draw)]
-    return exchange_figures(ms, payload(given, shape, ranks)) | moved
+    row = exchange_row(send, lambda exchange: exchange.back(scores), given, shape, machine, captured=False)
+    return row | {"moved_MiB": round(away * shape.d * x.element_size() / MIB, 2)}
 
 
 def main() -> None:
@@ -137,21 +126,19 @@ def main() -> None:
     where: Any = {"rank": spec["rank"], "world_size": spec["ranks"], "timeout": timedelta(seconds=TIMEOUT)}
     dist.init_process_group("nccl", store=store, device_id=device, **where)
     assert dist.group.WORLD is not None
-    group, operators = dist.group.WORLD.group_name, torch.ops.symm_mem
+    group = dist.group.WORLD.group_name
 
     def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         made = symmetric_memory.empty(shape, dtype=dtype, device=device)
         symmetric_memory.rendezvous(made, group)
         return made
 
-    def send(*arrays: Tensor) -> None:
-        operators.all_to_all_vdev_2d(*arrays, group)
-
-    def send_back(*arrays: Tensor) -> None:
-        operators.all_to_all_vdev_2d_offset(*arrays, group)
+    def operator(name: str, *arrays: Tensor) -> None:
+        getattr(torch.ops.symm_mem, name)(*arrays, group)
 
     ranks, shape = Ranks(device, spec["rank"], spec["ranks"]), Sizes(*spec["shape"])
-    exchanges = [Exchange(shape, ranks, torch.bfloat16, new, send, send_back) for _ in range(2)]
+    ways = [partial(operator, name) for name in OPERATORS]
+    exchanges = [Exchange(shape, ranks, torch.bfloat16, new, *ways) for _ in range(2)]
     print(json.dumps(measure(shape, Machine("cuda", spec["rounds"], ranks=ranks), exchanges)))
     sys.stdout.flush()
     dist.barrier()

@@ -154,7 +154,7 @@ def asked(options: argparse.Namespace, case: Training | str) -> bool:
 def prepare(options: argparse.Namespace, ranks: Ranks) -> None:
     vars(OPTIONS).update(folder=options.folder, ends=time.monotonic() + options.time_budget)
     if options.gradients and not any(job.name == GRADIENTS for job in options.jobs):
-        options.jobs.insert(0, Job(GRADIENTS, BENCH.items[GRADIENTS], GRADIENTS, 0.0))
+        options.jobs.insert(0, Job(GRADIENTS, BENCH.items[GRADIENTS], GRADIENTS))
 
 
 def item_of(name: str) -> Item:

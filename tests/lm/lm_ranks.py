@@ -32,7 +32,7 @@ def run_rank(rank: int, ranks: int, place: str, runs: list[Run], bench: Path | N
     store = dist.FileStore(place, ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     from scripts import train_lm
-    from scripts.bench import distributed
+    from scripts.bench import distributed, running
 
     train_lm.SAMPLE_BYTES = 10
     train_step = train_lm.Trainer.train_step
@@ -57,6 +57,6 @@ def run_rank(rank: int, ranks: int, place: str, runs: list[Run], bench: Path | N
         train_lm.Trainer.train_step = train_step  # type: ignore[method-assign]
         data = runs[0].options[runs[0].options.index("--data") + 1]
         distributed.SMALL = replace(distributed.SMALL, data=data)
-        distributed.main(["--cpu", "--modes", "fsdp", "--out", str(bench.parent)])
+        running.run(distributed.BENCH, ["--cpu", "--modes", "fsdp", "--out", str(bench.parent)])
     dist.barrier()
     os._exit(0)  # without the interpreter's teardown, which gloo's threads do not always survive

@@ -207,7 +207,7 @@ def test_a_row_of_other_settings_is_not_taken() -> None:
     row: dict[str, Any] = json.loads(json.dumps(key | {"of": {"kernels": []}}))
     others = [row | {"settings": row["settings"] | {"lr": 1.0}}, row | {"of": {}}]  # of earlier kernels
     item = compare_runs.BENCH.items["accuracy"]
-    assert [running.has({"rows": [each]}, item, key) for each in (row, *others)] == [True, False, False]
+    assert [bool(running.todays({"rows": [each]}, item, key)) for each in (row, *others)] == [True, False, False]
 
 
 def test_gradients_are_asked_for_by_name_or_option() -> None:

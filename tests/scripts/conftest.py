@@ -5,9 +5,10 @@ import importlib.machinery
 import sys
 from collections.abc import Callable
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,11 @@ NAMES = (
 def bench_of(name: str) -> running.Bench:
     made: running.Bench = importlib.import_module(f"scripts.bench.{name}").BENCH
     return made
+
+
+def main_of(module: Any) -> Callable[[], object]:
+    """What a script runs as a command."""
+    return partial(running.run, module.BENCH) if hasattr(module, "BENCH") else module.main
 
 
 @pytest.fixture(scope="session")

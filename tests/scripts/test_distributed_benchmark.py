@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench import distributed, plot_results
+from scripts.bench import distributed, plot_results, running
 from scripts.bench.identity import earlier
 from scripts.bench.result_tables import fill
 
@@ -23,7 +23,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bench:
         distributed.SMALL, layers=1, d_model=16, context=16, d_expert=8, steps=3, data=str(text)
     )
     monkeypatch.setattr(distributed, "SMALL", small)
-    return lambda *options: distributed.main(["--cpu", "--out", str(tmp_path), *options])
+    return lambda *options: running.run(distributed.BENCH, ["--cpu", "--out", str(tmp_path), *options])
 
 
 def test_each_mode_has_a_row_of_each_kind(bench: Bench, tmp_path: Path) -> None:

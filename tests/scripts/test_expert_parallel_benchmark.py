@@ -3,17 +3,17 @@
 import json
 from pathlib import Path
 
-from scripts.bench import expert_parallel
+from scripts.bench import expert_parallel, running
 from scripts.bench.tables import TABLES
 
 
 def test_rows_of_all_dispatchers(tmp_path: Path) -> None:
     out = tmp_path / "distributed.json"
-    expert_parallel.main(["--cpu", "--out", str(tmp_path)])
+    running.run(expert_parallel.BENCH, ["--cpu", "--out", str(tmp_path)])
     record = json.loads(out.read_text())
     record["ep"].insert(1, record["ep"][0] | {"gpus": 2})
     out.write_text(json.dumps(record))
-    expert_parallel.main(["--cpu", "--out", str(tmp_path)])
+    running.run(expert_parallel.BENCH, ["--cpu", "--out", str(tmp_path)])
     record = json.loads(out.read_text())
     made = [(row["gpus"], row["dispatcher"]) for row in record["ep"]]
     assert made == [(1, "symmetric"), (2, "symmetric"), *((1, name) for name in ("all_to_all", "capacity", "vdev_2d"))]

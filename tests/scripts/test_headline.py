@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from scripts.bench import headline, headline_tables, identity, plot_results
+from scripts.bench import headline_tables, identity, plot_results
 from scripts.bench.headline_tables import together
 from scripts.bench.markdown import NOT_MEASURED
 
@@ -165,9 +165,6 @@ def test_runs_of_others_do_not_go_together(key: str) -> None:
     runs = [run(MODEL, 10.0, sonic=11.0), run(MODEL, 10.0, sonic=11.0, of={key: "another"})]
     with pytest.raises(ValueError, match=f"runs: expected one GPU, .* of {MODEL}, got others"):
         together(runs)
-    first, second = ({"rows": [together([each])]} for each in runs)
-    with pytest.raises(ValueError, match="runs: expected one GPU"):
-        headline.merged([first, second])
 
 
 def test_runs_of_kernels_with_the_same_machine_code_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,23 +174,3 @@ def test_runs_of_kernels_with_the_same_machine_code_go_together(monkeypatch: pyt
     assert together(runs[:2])["programs"]["blazeproto"]["fwdbwd_ms"] == 10.0
     with pytest.raises(ValueError, match="one set of kernels"):
         together(runs[1:])
-
-
-def test_merged_files_have_all_runs_in_their_order() -> None:
-    late, early = "2026-11-27 22:00 UTC", "2026-11-27 19:00 UTC"
-    first = {
-        "name": "first",
-        "rows": [together([run(OTHER, 9.0, late)]), together([run(MODEL, 10.0, late, sonic=11.0)])],
-    }
-    second = {
-        "name": "second",
-        "rows": [together([run(MODEL, 12.0, early, sonic=12.0), run(MODEL, 14.0, early, sonic=18.0)])],
-    }
-    made = headline.merged([first, second])
-    rows = {row["label"]: row for row in made["rows"]}
-    assert made["name"] == "first" and {label: len(row["runs"]) for label, row in rows.items()} == {MODEL: 3, OTHER: 1}
-    order = [name for name in headline.BY_NAME if name in rows]
-    assert [*rows] == order
-    assert [each["of"]["measured"] for each in rows[MODEL]["runs"]] == [early, early, late]
-    assert rows[MODEL]["programs"]["blazeproto"]["fwdbwd_ms"] == 12.0 and rows[MODEL]["of"]["measured"] == late
-    assert headline_tables.times_ours(rows[MODEL], "sonic") == pytest.approx(1.1)

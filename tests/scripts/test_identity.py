@@ -51,10 +51,8 @@ def test_a_header_is_in_the_identity_without_comments_and_white_space(
 
 
 def test_macros_and_tiles_make_another_kernel() -> None:
-    plain = gemm.kernel_for("up_forward")
-    debug = gemm.kernel_for("up_forward", debug=("INJECT_DELAYS",))
-    tiles = gemm.kernel_for("up_forward", TileConfig(tile_n=128))
-    assert len({*map(identity.identity, (plain, debug, tiles))}) == 3
+    ways: list[dict[str, Any]] = [{}, {"debug": ("INJECT_DELAYS",)}, {"config": TileConfig(tile_n=128)}]
+    assert len({identity.identity(gemm.kernel_for("up_forward", **way)) for way in ways}) == 3
 
 
 NUMBA = '''
@@ -112,11 +110,6 @@ def test_a_numba_kernel_is_the_modules_that_it_takes_device_code_from(monkeypatc
     assert identity.identity(kernels[1]) == before[1]
 
 
-def test_a_numba_kernel_s_constants_make_it_another(tmp_path: Path) -> None:
-    made = {numba_identity(tmp_path, NUMBA, **constants) for constants in ({}, {"threads": 64}, {"wide": False})}
-    assert len(made) == 3
-
-
 def kernels_of_numba() -> list[NumbaKernel]:
     route = topk.forward_kernel(128, 8, "sigmoid", True, 1.0, False, False, True)
     return [*tiled.kernels(1024, 8, 128, "int32"), limit.KERNEL, route]
@@ -128,7 +121,9 @@ def test_a_kernel_is_made_again_from_its_description() -> None:
         assert identity.identity(identity.made_again(described)) == identity.identity(kernel)
     first, second = kernels_of_numba()[:2]
     assert identity.identity(first) != identity.identity(second)
-    for change in ({"min_blocks": 2}, {"parameters": " ".join([*first.parameters, "int64"])}):
+    constants = {name: 2 * value for name, value in first.constants.items()}
+    others: list[dict[str, Any]] = [{"min_blocks": 2}, {"threads": 2 * first.threads}, {"constants": constants}]
+    for change in (*others, {"parameters": " ".join([*first.parameters, "int64"])}):
         other = identity.made_again(identity.described(first) | change)
         assert identity.identity(other) != identity.identity(first), change
 

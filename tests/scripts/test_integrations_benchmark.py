@@ -34,17 +34,13 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name, function in (("grouped_mm", grouped_mm_experts_forward), ("blazeproto", experts_forward)):
         monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, name, watched(name, function))
 
-    def host_ms(call: Callable[[], object], rounds: int, calls: int) -> float:
+    def of_last(call: Callable[[], object], theirs: float, ours: float) -> float:
         call()
-        return {"grouped_mm": 3.0, "blazeproto": 2.0}[order[-1]]
+        return {"grouped_mm": theirs, "blazeproto": ours}[order[-1]]
 
-    def allocated(machine: Machine, call: Callable[[], object]) -> int:
-        call()
-        return {"grouped_mm": 40, "blazeproto": 30}[order[-1]] << 20
-
-    monkeypatch.setattr(integrations, "host_ms", host_ms)
-    monkeypatch.setattr(timing, "host_ms", host_ms)
-    monkeypatch.setattr(Machine, "peak_bytes", allocated)
+    for module in (integrations, timing):
+        monkeypatch.setattr(module, "host_ms", lambda call, rounds, calls: of_last(call, 3.0, 2.0))
+    monkeypatch.setattr(Machine, "peak_bytes", lambda _, call: of_last(call, 40 << 20, 30 << 20))
     return order
 
 
@@ -67,28 +63,22 @@ def test_a_training_step_is_timed_in_turn(ran: list[str]) -> None:
     assert not any(holds for _, holds in integrations.bounds({"parts": {"qwen": slow, "gpt_oss": slow}}))
 
 
-def zeros(experts: Any, *inputs: Any) -> torch.Tensor:
-    return 0 * experts_forward(experts, *inputs)
-
-
-def a_little_more(experts: Any, *inputs: Any) -> torch.Tensor:
-    return 1.05 * experts_forward(experts, *inputs)
-
-
-def another_gradient(experts: Any, *inputs: Any) -> torch.Tensor:
-    """The output is right, and so are the other gradients."""
-    out = experts_forward(experts, *inputs)
-    return out + 0.1 * (experts.down_proj.sum() - experts.down_proj.detach().sum())
-
-
 @pytest.mark.parametrize(
-    ("wrong", "what"), [(zeros, "'out': 1.0"), (a_little_more, "'out': 0.0[45]"), (another_gradient, "'out': 0.0")]
+    ("factor", "of_weight", "what"),
+    [
+        (0.0, 0.0, "'out': 1.0"),  # by which the loss hardly changes
+        (1.05, 0.0, "'out': 0.0[45]"),
+        (1.0, 0.1, "'out': 0.0"),  # the output is right, and so are the other gradients
+    ],
 )
 def test_other_experts_of_a_model_are_refused(
-    wrong: Callable[..., torch.Tensor], what: str, ran: list[str], monkeypatch: pytest.MonkeyPatch
+    factor: float, of_weight: float, what: str, ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of zeros too, by which the loss hardly changes."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    def wrong(experts: Any, *inputs: Any) -> torch.Tensor:
+        nothing = experts.down_proj.sum() - experts.down_proj.detach().sum()  # but its gradient
+        return factor * experts_forward(experts, *inputs) + of_weight * nothing
 
     monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "blazeproto", wrong)
     with pytest.raises(RuntimeError, match=f"compute different experts: .*{what}"):

@@ -12,6 +12,7 @@ import torch
 from scripts.bench import common, running
 from scripts.checks import gpu_check
 from scripts.lm import compare_routers
+from tests.scripts.conftest import main_of
 
 NEED_A_GPU = {
     "scripts.bench.attention_tiles": [],
@@ -47,7 +48,7 @@ def test_without_a_gpu_there_is_one_line_and_no_file(
         monkeypatch.setattr(each, "RESULTS", tmp_path / "h200", raising=False)
     monkeypatch.setattr("sys.argv", [name, *(word.format(tmp=tmp_path) for word in NEED_A_GPU[name])])
     with pytest.raises(SystemExit) as end:
-        module.main()
+        main_of(module)()
     assert end.value.code == 2
     expected = "error: needs a CUDA device of compute capability 9.0; there is none; nothing was run\n"
     assert "".join(capfd.readouterr()) == expected
@@ -69,6 +70,11 @@ def test_without_a_gpu_there_is_one_line_and_no_file(
         ("scripts.bench.paper.__main__", ["all", "--peers", "sonik"], "argument --peers: expected some of sonic"),
         ("scripts.bench.attention_tiles", ["--cpu", "--quick"], "--quick: expected none with --cpu, which is short"),
         ("scripts.bench.cpu", ["--tokens", "-1"], "argument --tokens: expected"),
+        (
+            "scripts.bench.tuning",
+            ["--check", "--results", "{tmp}/none"],
+            "argument --results: expected the tuner's results",
+        ),
         ("scripts.bench.plot_results", ["--results", "{tmp}"], "--results: expected a folder of results"),
         (
             "scripts.checks.sanitize_target",
@@ -92,7 +98,7 @@ def test_odd_options_are_said_in_one_line(
     monkeypatch.setattr("sys.argv", [name, *(word.format(tmp=tmp_path) for word in words)])
     before = compare_routers.PAGE.read_bytes()
     with pytest.raises(SystemExit) as end:
-        importlib.import_module(name).main()
+        main_of(importlib.import_module(name))()
     assert end.value.code == 2
     printed = capsys.readouterr().err
     assert printed.startswith(f"error: {message}") and printed.count("\n") == 1
@@ -127,4 +133,4 @@ def test_checks_that_are_not_run_again_stay_and_one_that_failed_says_so(
 
 def test_no_step_of_the_committed_checks_failed() -> None:
     steps = json.loads((common.RESULTS / "check.json").read_text())["steps"]
-    assert {name: step["outcome"] for name, step in steps.items()} == dict.fromkeys(steps, "ok")
+    assert {step["outcome"] for step in steps.values()} == {"ok"}

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from blazeproto import cost
 from blazeproto.gemm import Sizes
-from blazeproto.lab.times import Call
 from scripts.bench import common, peers, plot_results, running, timing
 from scripts.bench.identity import earlier
 from scripts.bench.paper import __main__ as paper
@@ -81,19 +80,18 @@ def test_every_item_runs_on_a_gpu(tmp_path: Path) -> None:
     assert {line["kernel"] for line in known} == {name for _, name in kernels.our_kernels(paper.SMALL)}
 
 
-def test_a_gpu_is_timed_by_graphs_and_programs_that_are_compared_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_timed_by_kernels_where_no_graph_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, Any] = {"kernel_times": {"ours": timing.KernelTime(busy=1.0, total=2.0)}, "interleaved_ms": {}}
     seen: list[Any] = []
-    for name in ("gpu_ms", "kernel_times", "interleaved_ms"):
-        monkeypatch.setattr(timing, name, lambda *given, name=name, **options: seen.append((name, *given)) or FOUND)
-    gpu = Machine("cuda", 7, ())
-    calls: dict[str, Call] = {"ours": dict, "theirs": dict}
-    gpu.times(calls, ("ours", "absent"))
-    assert gpu.kernels(calls).ms == {"ours": 2.0}
+    for name, made in found.items():
+        monkeypatch.setattr(
+            timing, name, lambda *given, name=name, made=made, **_: seen.append((name, *given)) or {**made}
+        )
+    monkeypatch.setattr(timing.torch.cuda, "graph_pool_handle", lambda: None)
+    gpu, calls = Machine("cuda", 7, ()), {"ours": dict}
+    assert gpu.times(calls, graphs=False).ms == {"ours": 2.0}
     gpu.eager(calls)
-    assert seen == [("gpu_ms", calls, ["ours"], 7), ("kernel_times", calls, 7), ("interleaved_ms", calls, 7, 5)]
-
-
-FOUND = {"ours": timing.KernelTime(busy=1.0, total=2.0)}
+    assert seen[1:] == [("kernel_times", calls, 7), ("interleaved_ms", calls, 7, 5)]
 
 
 @pytest.mark.parametrize(

@@ -32,17 +32,3 @@ def test_peaks_over_one_gpus() -> None:
     assert peak_bytes(few, 2) <= 1.3 * peak_bytes(few, 1)
     assert peak_bytes(many, 2) <= 1.9 * peak_bytes(many, 1)
     assert peak_bytes(many, 2, int(CAPACITY * many.rows)) <= 1.3 * peak_bytes(many, 1)
-
-
-@pytest.mark.parametrize("ranks", [4, 8])
-def test_room_for_all_tokens_grows_with_the_ranks_and_a_capacity_does_not(ranks: int) -> None:
-    """A rank that is added brings all its rows; with a capacity its tokens and lists alone."""
-    sizes = LAYERS["mixtral"]._replace(T=65536)
-    more = [
-        peak_bytes(sizes, ranks, most) - peak_bytes(sizes, ranks // 2, most)
-        for most in (None, int(CAPACITY * sizes.rows))
-    ]
-    added, weights = ranks // 2, 3 * 2 * sizes.n * sizes.d * sizes.E * (1 / ranks - 2 / ranks)
-    of_rows = 6 * sizes.n * sizes.rows * added  # H and act
-    assert more[0] > of_rows + weights
-    assert more[1] < 2 * 2 * sizes.T * sizes.d * added + 40 * sizes.rows * added + weights / 2

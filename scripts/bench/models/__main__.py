@@ -116,7 +116,6 @@ ITEMS = {
 }
 ITEMS = {name: replace(item, file=f"models/{name}") for name, item in ITEMS.items()}
 BENCH = Bench("models", __doc__, ITEMS, peers=PEERS, goes_on=True)
-main = partial(run, BENCH)
 
 if __name__ == "__main__":
-    main()
+    run(BENCH)

@@ -115,7 +115,6 @@ ITEMS = {
 }
 ITEMS = {name: replace(item, file=f"paper/{name}") for name, item in ITEMS.items()}
 BENCH = running.Bench("paper", __doc__, ITEMS, peers=ALL_PEERS, goes_on=True)
-main = partial(running.run, BENCH)
 
 if __name__ == "__main__":
-    main()
+    running.run(BENCH)

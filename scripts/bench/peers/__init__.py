@@ -62,7 +62,7 @@ class Program:
         return {f"weight_{place}": as_ours(gradient) for place, (as_ours, gradient) in enumerate(pairs)}
 
 
-def layer_program(inputs: LayerInputs, forward: Callable[[], torch.Tensor], **others: Any) -> Program:
+def layer_program(inputs: LayerInputs, forward: Callable[[], Any], **others: Any) -> Program:
     """A program that differentiates x, both weights and the scores as they are."""
     weights = (inputs.gate_up_proj, inputs.down_proj)
     return Program(forward, (inputs.x, *weights, inputs.scores), inputs.grad_output, weights, **others)
@@ -79,7 +79,7 @@ def make_inputs(shape: Sizes, routing: str = "uniform", seed: int = 0, device: s
         return out
 
     scores = torch.randn(shape.T, shape.K, device=device, generator=generator).softmax(dim=1)
-    inputs = LayerInputs(
+    made = LayerInputs(
         x=normal(shape.T, shape.d),
         gate_up_proj=normal(shape.E, shape.h, shape.d, scale=shape.d**-0.5),
         down_proj=normal(shape.E, shape.d, shape.n, scale=shape.n**-0.5),
@@ -88,9 +88,9 @@ def make_inputs(shape: Sizes, routing: str = "uniform", seed: int = 0, device: s
         grad_output=normal(shape.T, shape.d),
         seed=seed,
     )
-    for leaf in (inputs.x, inputs.gate_up_proj, inputs.down_proj, inputs.scores):
+    for leaf in (made.x, made.gate_up_proj, made.down_proj, made.scores):
         leaf.requires_grad_()
-    return inputs
+    return made
 
 
 def backend_of(inputs: LayerInputs) -> str:

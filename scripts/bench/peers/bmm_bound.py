@@ -7,6 +7,7 @@ fuses more can still beat it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 
 from blazeproto.gemm import Sizes
-from scripts.bench.peers import LayerInputs, Program
+from scripts.bench.peers import LayerInputs, Program, layer_program
 
 TILE = 2048  # elements one Triton program handles
 
@@ -129,8 +130,7 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         y, scores, rows = ctx.saved_tensors
         dy, dscores, d = torch.empty_like(y), torch.empty_like(scores), y.shape[-1]
-        width = min(triton.next_power_of_2(d), TILE)
-        pairs = scores.numel()
+        width, pairs = min(triton.next_power_of_2(d), TILE), scores.numel()
         grid = (triton.cdiv(pairs, TILE // width),)
         _combine_backward[grid](
             grad, y, scores, rows, dy, dscores, pairs, d=d, K=scores.shape[1], PAIRS=TILE // width, WIDTH=width
@@ -149,17 +149,9 @@ def build(shape: Sizes, inputs: LayerInputs) -> Program:
         gathered[rows.long()] = inputs.x.repeat_interleave(shape.K, dim=0)
     gathered = gathered.view(shape.E, each, shape.d).requires_grad_()
 
-    def forward() -> torch.Tensor:
+    def forward() -> Any:
         h = torch.bmm(gathered, inputs.gate_up_proj.transpose(1, 2))
-        act: torch.Tensor = _SwiGLU.apply(h)
-        y = torch.bmm(act, inputs.down_proj.transpose(1, 2))
-        out: torch.Tensor = _Combine.apply(y, inputs.scores, rows)
-        return out
+        y = torch.bmm(_SwiGLU.apply(h), inputs.down_proj.transpose(1, 2))
+        return _Combine.apply(y, inputs.scores, rows)
 
-    return Program(
-        forward=forward,
-        leaves=(gathered, inputs.gate_up_proj, inputs.down_proj, inputs.scores),
-        grad_output=inputs.grad_output,
-        weights=(inputs.gate_up_proj, inputs.down_proj),
-        computes_layer=False,
-    )
+    return layer_program(replace(inputs, x=gathered), forward, computes_layer=False)

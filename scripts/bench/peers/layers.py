@@ -1,6 +1,7 @@
 """Programs that compute the experts of one layer: ours, and others through their own public interfaces."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from blazeproto.blocksparse import DroppingMoE, topology_of
 from blazeproto.blocksparse import dmoe as block_layer
 from blazeproto.dispatch import Dispatch, build_dispatch
 from blazeproto.gemm import Sizes
+from scripts.bench.common import inverse_of
 from scripts.bench.peers import Build, LayerInputs, Program, backend_of, layer_program
 
 
@@ -23,20 +25,17 @@ def ours(
     """method: how the dispatch is built, in every forward; or a ``dispatch`` made beforehand.  options: of moe_mlp."""
     call: Any = partial(moe_mlp, num_experts=shape.E, backend=backend_of(inputs), **options)
 
-    def forward() -> torch.Tensor:
+    def forward() -> Any:
         given = dispatch
         if method != "tiled":  # which the layer's own operator is
             given = build_dispatch(inputs.experts, shape.E, method=method)
         chosen = {"topk_experts": inputs.experts} if given is None else {"dispatch": given}
-        out: torch.Tensor = call(inputs.x, inputs.gate_up_proj, inputs.down_proj, inputs.scores, **chosen)
-        return out
+        return call(inputs.x, inputs.gate_up_proj, inputs.down_proj, inputs.scores, **chosen)
 
-    def metadata() -> tuple[torch.Tensor, ...]:
-        built = torch.ops.blazeproto.dispatch.default(inputs.experts, shape.E, WHOLE, backend_of(inputs))
-        made: tuple[torch.Tensor, ...] = built
-        return made
-
-    return layer_program(inputs, forward, metadata=metadata)
+    operator = torch.ops.blazeproto.dispatch.default
+    return layer_program(
+        inputs, forward, metadata=partial(operator, inputs.experts, shape.E, WHOLE, backend_of(inputs))
+    )
 
 
 def launch_kernels(inputs: LayerInputs, dispatch: Dispatch) -> tuple[object, ...]:
@@ -90,38 +89,22 @@ def sonic(shape: Sizes, inputs: LayerInputs) -> Program:
 
     rows = shape.rows
     gate_up = interleave_gate_up(inputs.gate_up_proj).requires_grad_()
-    down = inputs.down_proj
+    counts = (shape.E, shape.E + 1, rows, rows, rows)  # frequency, offsets; gather, scatter and reverse scatter indices
 
-    def metadata() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        def indices(count: int) -> torch.Tensor:
-            return torch.empty(count, dtype=torch.int32, device=inputs.x.device)
+    def metadata() -> list[torch.Tensor]:
+        lists = [torch.empty(count, dtype=torch.int32, device=inputs.x.device) for count in counts]
+        TC_topk_router_metadata_triton(inputs.experts, shape.E, *lists)
+        return lists[1:]
 
-        frequency, offsets = indices(shape.E), indices(shape.E + 1)
-        gather, scatter, reverse_scatter = indices(rows), indices(rows), indices(rows)
-        TC_topk_router_metadata_triton(inputs.experts, shape.E, frequency, offsets, gather, scatter, reverse_scatter)
-        return offsets, gather, scatter, reverse_scatter
-
-    def forward() -> torch.Tensor:
-        offsets, gather, scatter, reverse_scatter = metadata()
+    def forward() -> Any:
+        offsets, *indices = metadata()
         # (2n, d, E) and (d, n, E), views; made here, since a view's node keeps the stream it was made on
-        up_weight, down_weight = gate_up.permute(1, 2, 0), down.permute(1, 2, 0)
-        routing = (gather, scatter, reverse_scatter, None, False)  # no token offsets: K is fixed
-        swiglu = ActivationType.SWIGLU
-        act, h = _UpProjection.apply(
-            inputs.x, up_weight, None, offsets, rows, shape.K, *routing, swiglu, False, False
-        )  # fmt: skip
-        out: torch.Tensor = _DownProjection.apply(
-            act, h, down_weight, None, inputs.scores, offsets, shape.T, shape.K, *routing, swiglu
-        )
-        return out
+        up_weight, down_weight = gate_up.permute(1, 2, 0), inputs.down_proj.permute(1, 2, 0)
+        routing = (*indices, None, False, ActivationType.SWIGLU)  # no token offsets: K is fixed
+        act, h = _UpProjection.apply(inputs.x, up_weight, None, offsets, rows, shape.K, *routing, False, False)
+        return _DownProjection.apply(act, h, down_weight, None, inputs.scores, offsets, shape.T, shape.K, *routing)
 
-    return Program(
-        forward=forward,
-        leaves=(inputs.x, gate_up, down, inputs.scores),
-        grad_output=inputs.grad_output,
-        weights=(gate_up, down),
-        metadata=metadata,
-    )
+    return layer_program(replace(inputs, gate_up_proj=gate_up), forward, metadata=metadata)
 
 
 def torch_grouped(shape: Sizes, inputs: LayerInputs) -> Program:
@@ -130,18 +113,14 @@ def torch_grouped(shape: Sizes, inputs: LayerInputs) -> Program:
     If K is 2 or 4, bmm's gradient of each token's rows has a reduction of 1 and rows of K, for which cuBLAS takes tiles of
     32 x 32 of the Ampere kind. docs/results.md says how much longer than forward backward takes.
     """
-    grouped_mm = F.grouped_mm
+    grouped_mm = F.grouped_mm  # which `fp8_peers` puts another in the place of
 
     def metadata() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(token of each row, row of each pair, end of each expert's rows)."""
-        flat = inputs.experts.flatten()
-        by_expert, pairs = torch.sort(flat, stable=True)
-        ends = torch.searchsorted(
-            by_expert, torch.arange(shape.E, dtype=torch.int32, device=flat.device), right=True, out_int32=True
-        )
-        rows = torch.empty_like(pairs)
-        rows[pairs] = torch.arange(pairs.numel(), device=pairs.device)
-        return pairs // shape.K, rows, ends
+        by_expert, pairs = torch.sort(inputs.experts.flatten(), stable=True)
+        each = torch.arange(shape.E, dtype=torch.int32, device=pairs.device)
+        ends = torch.searchsorted(by_expert, each, right=True, out_int32=True)
+        return pairs // shape.K, inverse_of(pairs), ends
 
     def forward() -> torch.Tensor:
         tokens, rows, ends = metadata()
@@ -158,20 +137,16 @@ def scattermoe(shape: Sizes, inputs: LayerInputs) -> Program:
     """ScatterMoE (github.com/shawntan/scattermoe): grouped products in Triton that gather and scatter by themselves."""
     from scattermoe.parallel_experts import flatten_sort_count, parallel_linear
 
-    def metadata() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def metadata() -> Any:
         """(expert of each row, pair of each row, end of each expert's rows)."""
-        by_expert, pairs, ends = flatten_sort_count(inputs.experts.long(), num_experts=shape.E)
-        return by_expert, pairs, ends
+        return flatten_sort_count(inputs.experts.long(), num_experts=shape.E)
 
-    def forward() -> torch.Tensor:
+    def forward() -> Any:
         routing = metadata()
         h = parallel_linear(inputs.x, inputs.gate_up_proj.permute(0, 2, 1), shape.K, *routing, grouped_out=True)
         gate, up = h.chunk(2, dim=-1)
-        gates = inputs.scores.to(h.dtype)
-        out: torch.Tensor = parallel_linear(
-            F.silu(gate) * up, inputs.down_proj.permute(0, 2, 1), 1, *routing, grouped_in=True, gates=gates
-        )
-        return out
+        act, gates = F.silu(gate) * up, inputs.scores.to(h.dtype)
+        return parallel_linear(act, inputs.down_proj.permute(0, 2, 1), 1, *routing, grouped_in=True, gates=gates)
 
     return layer_program(inputs, forward, metadata=metadata)
 
@@ -206,16 +181,11 @@ def megablocks(shape: Sizes, inputs: LayerInputs, activation: str = "swiglu") ->
         for weight, matrix in zip(weights, matrices.values(), strict=True):
             weight.copy_(matrix.reshape(-1, shape.d))
 
-    def forward() -> torch.Tensor:
-        out: torch.Tensor = layer.sparse_forward_once(inputs.x, inputs.scores.to(inputs.x.dtype), inputs.experts)[0]
+    def forward() -> Any:
+        out = layer.sparse_forward_once(inputs.x, inputs.scores.to(inputs.x.dtype), inputs.experts)[0]
         return out.view(shape.T, shape.d)
 
-    return Program(
-        forward=forward,
-        leaves=(inputs.x, *weights, inputs.scores),
-        grad_output=inputs.grad_output,
-        weights=weights,
-    )
+    return Program(forward, (inputs.x, *weights, inputs.scores), inputs.grad_output, weights)
 
 
 def dmoe(shape: Sizes, inputs: LayerInputs, activation: str = "swiglu") -> Program:
@@ -232,13 +202,10 @@ def dmoe(shape: Sizes, inputs: LayerInputs, activation: str = "swiglu") -> Progr
         dispatch = build_dispatch(inputs.experts, shape.E)
         return dispatch, *topology_of(dispatch, shape.n, halves)
 
-    def forward() -> torch.Tensor:
-        scores = inputs.scores.flatten()
-        made: torch.Tensor = compute(inputs.x, up, down, scores, metadata(), activation)
-        return made
+    def forward() -> Any:
+        return compute(inputs.x, up, down, inputs.scores.flatten(), metadata(), activation)
 
-    leaves = (inputs.x, up, down, inputs.scores)
-    return Program(forward, leaves, inputs.grad_output, (up, down), metadata=metadata)
+    return layer_program(replace(inputs, gate_up_proj=up, down_proj=down), forward, metadata=metadata)
 
 
 def dropping(
@@ -248,15 +215,20 @@ def dropping(
 
     capacity_factor: None: as much as the largest load needs.
     """
-    sizes = (shape.d, shape.n, shape.E, shape.K)
     with torch.device("meta"):
-        layer = DroppingMoE(*sizes, activation=activation, capacity_factor=capacity_factor)
-    names: Any = {"num_experts": shape.E, "up_bias": None, "down_bias": None, "options": layer.options}
-    names |= {"pair_tokens": None, "token_offsets": None}
-
-    def forward() -> torch.Tensor:
-        return layer._experts(inputs.x, inputs.gate_up_proj, inputs.down_proj, inputs.scores, inputs.experts, **names)
-
+        layer = DroppingMoE(*shape[1:5], activation=activation, capacity_factor=capacity_factor)
+    absent: Any = dict.fromkeys(("up_bias", "down_bias", "pair_tokens", "token_offsets"))
+    forward = partial(
+        layer._experts,
+        inputs.x,
+        inputs.gate_up_proj,
+        inputs.down_proj,
+        inputs.scores,
+        inputs.experts,
+        num_experts=shape.E,
+        options=layer.options,
+        **absent,
+    )
     return layer_program(inputs, forward, computes_layer=capacity_factor is None)
 
 
@@ -270,26 +242,22 @@ def plain(shape: Sizes, inputs: LayerInputs) -> Program:
     def forward() -> torch.Tensor:
         by_expert, pairs = torch.sort(inputs.experts.flatten(), stable=True)
         loads = torch.bincount(by_expert, minlength=shape.E).tolist()
-        tokens = pairs // shape.K
-        outputs = []
-        routed = inputs.x[tokens].split(loads)
+        outputs, routed = [], inputs.x[pairs // shape.K].split(loads)
         for x, gate_up, down in zip(routed, inputs.gate_up_proj.unbind(), inputs.down_proj.unbind(), strict=True):
             gate, up = gate_up.chunk(2)
             a, b = x @ gate.t(), x @ up.t()
             silu = a * torch.sigmoid(a)
             outputs.append((silu * b) @ down.t())
-        rows = torch.empty_like(pairs)
-        rows[pairs] = torch.arange(len(pairs), device=pairs.device)
-        per_token = torch.cat(outputs)[rows].view(shape.T, shape.K, shape.d)
+        per_token = torch.cat(outputs)[inverse_of(pairs)].view(shape.T, shape.K, shape.d)
         return torch.bmm(inputs.scores.to(per_token.dtype)[:, None], per_token)[:, 0]
 
     return layer_program(inputs, forward)
 
 
 def bmm_bound(shape: Sizes, inputs: LayerInputs) -> Program:
-    from scripts.bench.peers import bmm_bound as bound  # which needs Triton
+    from scripts.bench.peers.bmm_bound import build  # which needs Triton
 
-    return bound.build(shape, inputs)
+    return build(shape, inputs)
 
 
 PEERS: dict[str, Build] = {  # by their names in results: SwiGLU layers

@@ -66,7 +66,7 @@ def router_weight(shape: Sizes, inputs: LayerInputs) -> Tensor:
 def moe(shape: Sizes, inputs: LayerInputs, router: str, **options: Any) -> MoE:
     """Our layer on the weights of ``inputs`` themselves: a second copy of a large layer's would leave no room for a peer."""
     options |= {"backend": backend_of(inputs), "device": inputs.x.device, "dtype": torch.bfloat16}
-    layer = MoE(shape.d, shape.n, shape.E, shape.K, router=router, **options)
+    layer = MoE(*shape[1:5], router=router, **options)
     layer.gate_up_proj = nn.Parameter(inputs.gate_up_proj.detach())
     layer.down_proj = nn.Parameter(inputs.down_proj.detach())
     cast(Any, layer.router).weight = nn.Parameter(router_weight(shape, inputs))
@@ -82,8 +82,7 @@ def program_of(layer: MoE, x: Tensor, d_out: Tensor, **given: Tensor) -> ModuleP
         return out, loss if loss.requires_grad else loss.requires_grad_()  # a router without one has a plain 0
 
     def weights() -> dict[str, Tensor]:
-        router = layer.router
-        return _gradients(router=router.weight, up=layer.up_proj_weight, down=layer.down_proj)
+        return _gradients(router=layer.router.weight, up=layer.up_proj_weight, down=layer.down_proj)
 
     return ModuleProgram(layer, x, call, d_out, torch.ones((), device=x.device), weights)
 
@@ -120,11 +119,10 @@ def sonic(shape: Sizes, inputs: LayerInputs) -> ModuleProgram:
             std=0.02,
         )
     layer = layer.to(torch.bfloat16)
-    up = interleave_gate_up(inputs.gate_up_proj)
-    given = {layer.router: router_weight(shape, inputs), layer.c_fc: up, layer.c_proj: inputs.down_proj}
     with torch.no_grad():
-        for part, values in given.items():
-            part.weight.copy_(values)
+        layer.router.weight.copy_(router_weight(shape, inputs))
+        layer.c_fc.weight.copy_(interleave_gate_up(inputs.gate_up_proj))
+        layer.c_proj.weight.copy_(inputs.down_proj)
     x, loss = inputs.x, torch.tensor(AUX_LOSS, device=inputs.x.device)
 
     def weights() -> dict[str, Tensor]:
@@ -168,11 +166,9 @@ def agreement(a: Any, b: Any, *, weights: bool = True) -> dict[str, float]:
     wrong = [name for name, value in found.items() if not value < LARGEST_DIFFERENCE]
     if weights:
         ours, theirs = (program.weight_gradients() for program in (a, b))
-        for name in ours.keys() & theirs.keys():
-            found[name] = relative_difference(ours[name], theirs[name])
-            wrong += [name] * (not found[name] < LARGEST_OF_WEIGHTS)
+        of_weights = {name: relative_difference(ours[name], theirs[name]) for name in ours.keys() & theirs.keys()}
+        wrong += [name for name, value in of_weights.items() if not value < LARGEST_OF_WEIGHTS]
+        found |= of_weights | {"other_experts": float((out > 0.1).float().mean())}
     if wrong:
         raise RuntimeError(f"the programs compute different layers: {', '.join(wrong)} of {found}")
-    if weights:
-        found["other_experts"] = float((out > 0.1).float().mean())
     return {name: round(value, 6) for name, value in found.items()}
