@@ -84,7 +84,7 @@ def examine() -> list[Check]:
 
     tool = runs["nvdisasm"]
     by_what = f"for machine code: pip install nvidia-cuda-nvdisasm{or_the_lab(major)}" if tool.error else tool.printed
-    what = "imports" if gpu else "imports; needed on a GPU alone"
+    what = "imports" if gpu else "imports; needed only on a GPU"
     lab = f"optional, for the lab: pip install -e '.[{f'cu{major},lab' if gpu else 'laptop'}]'"
     for_kernels = "" if on_gpu else lab
     for_nvrtc = "" if installed(["cuda-bindings"]) else for_kernels
@@ -96,7 +96,7 @@ def examine() -> list[Check]:
         _package("NumPy", ["numpy"], runs["numpy"], "imports", mends["numpy"]),
         _package("torch", ["torch"], runs["torch"], "trains a step on the torch backend", mends["torch"]),
         *([_ran("torch on the GPU", "", runs["torch_gpu"], "multiplies there", mends["torch"])] if gpu else []),
-        _package("CuPy", CUPY, runs["cupy"], what, mends["cupy"], for_kernels if gpu else "needed on a GPU alone"),
+        _package("CuPy", CUPY, runs["cupy"], what, mends["cupy"], for_kernels if gpu else "needed only on a GPU"),
         _package("Numba", ["numba-cuda"], runs["numba-cuda"], "simulates a kernel", mends["numba-cuda"], for_kernels),
         *(_package(name, [name], runs[name], "imports", _pip(name), lab) for name in optional.LAB),
         Check("nvdisasm", "", MISSING if tool.error else WORKS, by_what, needed=False),

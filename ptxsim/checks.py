@@ -19,7 +19,7 @@ def integer(name: str, value: Any, least: int | None = None) -> int:
         hasattr(value, "__index__")
         and not isinstance(value, bool | type)
         and not getattr(value, "ndim", False)
-        and "int" in str(getattr(value, "dtype", "int")),  # or int() would cut off
+        and "int" in str(getattr(value, "dtype", "int")),  # int() would cut off a fraction
         "an int",
         type(value).__name__,
         TypeError,

@@ -171,7 +171,7 @@ def test_the_layer_alone_is_all_that_a_machine_without_a_gpu_needs(
     checks = examine(None, versions, nvrtc="ModuleNotFoundError: cuda", nvdisasm="FileNotFoundError")
     absent = [check for check in checks.values() if check.verdict == "missing" and check.name != "nvdisasm"]
     assert {check.name for check in absent} == {"CUDA", "NVRTC", "CuPy", "Numba", "rich", "matplotlib"}
-    on_gpus = "needed on a GPU alone"
+    on_gpus = "needed only on a GPU"
     assert {check.detail for check in absent} == {"optional, for the lab: pip install -e '.[laptop]'", on_gpus}
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out

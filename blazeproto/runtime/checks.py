@@ -20,7 +20,7 @@ def integer(name: str, value: Any, least: int | None = None) -> int:
 
     TypeError for anything else, ValueError below ``least``.
     """
-    # Of an array without dimensions int() would cut off a fraction.
+    # int() would cut off the fraction of an array without dimensions.
     array = getattr(value, "ndim", 0) or "int" not in str(getattr(value, "dtype", "int"))
     if isinstance(value, bool | type) or not hasattr(value, "__index__") or array:
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")

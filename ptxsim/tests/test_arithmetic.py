@@ -42,7 +42,7 @@ class Bound(NamedTuple):
     absolute: float = 0.0
 
 
-# What the ISA allows the hardware, in whose place stands the exact value, rounded. sin and cos: between -2 pi and 2 pi.
+# Errors that the ISA allows the hardware. The machine computes the exact value, rounded. sin and cos: between -2 pi and 2 pi.
 BOUNDS = {
     "div.approx": Bound(2**-22),  # 9.7.3.8, 2 ulp, for a divisor of 2^-126 to 2^126
     "div.full": Bound(2**-22),  # 9.7.3.8, 2 ulp
