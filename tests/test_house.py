@@ -277,8 +277,8 @@ CEILINGS = {
     "blazeproto/integrations/**/*.py": 300,
     "blazeproto/lab/**/*.py": 2843,
     "ptxsim/*.py": 2900,
-    "scripts/**/*.py": 8121,
-    "tests/**/*.py ptxsim/tests/**/*.py": 22302,
+    "scripts/**/*.py": 8120,
+    "tests/**/*.py ptxsim/tests/**/*.py": 22345,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 4796,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

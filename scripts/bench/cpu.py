@@ -47,8 +47,9 @@ def by_transformers(shape: Sizes, inputs: LayerInputs) -> Program:
         _is_expert_parallel=False,
         _apply_gate=lambda gate_up: F.silu(gate_up.chunk(2, -1)[0]) * gate_up.chunk(2, -1)[1],
     )
-    call = partial(grouped_mm_experts_forward, module, inputs.x, inputs.experts.long())
-    return layer_program(inputs, lambda: call(inputs.scores.to(inputs.x.dtype)))
+    scores = inputs.scores.detach().to(inputs.x.dtype).requires_grad_()  # as its routers give them
+    forward = partial(grouped_mm_experts_forward, module, inputs.x, inputs.experts.long(), scores)
+    return layer_program(replace(inputs, scores=scores), forward)
 
 
 def line_of(shape: Sizes, dtype: torch.dtype, rounds: int) -> str:

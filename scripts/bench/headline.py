@@ -45,13 +45,13 @@ class Run(NamedTuple):
 
     @property
     def key(self) -> Row:
-        return Case(BY_NAME[self.label].sizes, label=self.label).key
+        return Case(BY_NAME[self.label], label=self.label).key
 
 
 def run_of(case: Run, machine: Machine) -> Row:
     """A run of a model in a process of its own; there all programs in turn, or each in its own."""
     if HERE in os.environ:
-        shape, names = BY_NAME[case.label].sizes, [OURS, *PEERS]
+        shape, names = BY_NAME[case.label], [OURS, *PEERS]
         return measure_apart(names, shape, machine, passes=1) if case.label in APART else beside(shape, names, machine)
     first = case.number == 0
     command = [sys.executable, "-m", "scripts.bench.headline", "--models", case.label, "--runs", "1", "--out"]

@@ -41,7 +41,7 @@ USERS_CALL = {
 PEERS = (*USERS_CALL,)
 PACKAGES = ("torch", "sonic-moe", "quack-kernels", "transformers")
 SHORT = {"sonic": "SonicMoE", "grouped_mm": "transformers", "torch_grouped": "torch grouped_mm"}
-SAID = {"ahead": "faster", "even": "even, within 2 %,", "behind": "slower"}
+SAID = {"ahead": "faster than", "even": "even, within 2 %, with", "behind": "slower than"}
 
 
 # ----------------------------------------------------------------------------------------------------- runs of a model
@@ -163,21 +163,21 @@ def headline_claim(rows: Rows) -> str:
     for peer, call in USERS_CALL.items():
         found = {row["label"]: times for row in rows if (times := times_ours(row, peer)) is not None}
         if len(found) > 1:
-            said.append(f"Than {call} it is {counted(found)}: {mean_of([*found.values()])}.")
+            said.append(f"It is {counted(found, call)}: {mean_of([*found.values()])}.")
         elif found:
             ((row, times),) = [(row, found[row["label"]]) for row in rows if row["label"] in found]
             of_runs = f"{number(times)} times as fast {span(ratios(row, peer))}, the median and range of {len(row['runs'])} runs"
-            said.append(f"Than {call} it is {SAID[verdict(times)]} on {row['label']}: {of_runs}.")
+            said.append(f"It is {SAID[verdict(times)]} {call} on {row['label']}: {of_runs}.")
     first = f"A whole MoE layer of ours, forward + backward in bf16, router and auxiliary loss included, on one {gpus_of(rows)}."
     return " ".join([first, *said]) if said else f"No model has {RUNS} runs yet: no sentence, and no ratio below."
 
 
-def counted(found: dict[str, float]) -> str:
-    """ "faster on 4 of 6 models, even, within 2 %, on A, slower on B"."""
+def counted(found: dict[str, float], call: str) -> str:
+    """ "faster than CALL on 4 of 6 models, even, within 2 %, on A, slower on B"."""
     of_kind = {kind: [label for label, times in found.items() if verdict(times) == kind] for kind in SAID}
     ahead = of_kind.pop("ahead")
-    others = [f"{SAID[kind]} on {', '.join(labels)}" for kind, labels in of_kind.items() if labels]
-    return ", ".join([f"{SAID['ahead']} on {len(ahead)} of {len(found)} models", *others])
+    others = [f"{SAID[kind].rpartition(' ')[0]} on {', '.join(labels)}" for kind, labels in of_kind.items() if labels]
+    return ", ".join([f"{SAID['ahead']} {call} on {len(ahead)} of {len(found)} models", *others])
 
 
 def mean_of(medians: Sequence[float]) -> str:

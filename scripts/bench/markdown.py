@@ -12,9 +12,7 @@ from scripts.bench.identity import earlier
 Record = dict[str, Any]
 Rows = list[Record]
 Column = tuple[str, Callable[[Record], str]]
-Source = (
-    str | Callable[[Record], Any]
-)  # of a value: its place in a row, as `look_up` takes it, or what makes it of the row
+Source = str | Callable[[Record], Any]  # of a value: its place in a row, as for `look_up`, or what makes it of the row
 Entry = tuple[str, Source] | tuple[str, Source, int | None]  # head, source and digits of a column
 RowsOf = str | Callable[..., Rows]  # of a record: their key, or what makes them of the records
 
@@ -37,7 +35,7 @@ LABELS = {
 NOT_MEASURED = "Not measured."
 
 
-EARLIER = {"kernels": "of earlier kernels", "benchmark": "by an earlier form of the benchmark"}
+EARLIER = {"kernels": "earlier kernels", "benchmark": "an earlier form of the benchmark"}
 SIGNS = {"kernels": " †", "benchmark": " ‡"}
 NAMES = {
     "torch": "torch",
@@ -148,10 +146,13 @@ def versions_of(rows: Sequence[Record], names: Sequence[str]) -> str:
 
 
 def caveat(rows: Sequence[Record]) -> str:
-    """Tells the rows that earlier kernels made: "of earlier kernels", or "3 of 27 of earlier kernels"; empty for none."""
+    """Which rows earlier kernels made: "of earlier kernels", or "3 of the 27 runs used earlier kernels"; empty for none."""
     reasons = [earlier(row) for row in rows]
     counts = {said: reasons.count(reason) for reason, said in EARLIER.items() if reason in reasons}
-    return ", ".join(said if count == len(rows) else f"{count} of {len(rows)} {said}" for said, count in counts.items())
+    return ", ".join(
+        f"of {said}" if count == len(rows) else f"{count} of the {len(rows)} runs used {said}"
+        for said, count in counts.items()
+    )
 
 
 def noted(said: str, rows: Sequence[Record]) -> str:
@@ -175,7 +176,7 @@ def origin(rows: Iterable[Record], *packages: str) -> str:
     where = "; ".join(filter(None, [*gpus, versions_of(rows, packages), when]))
     marked, reasons = any(signs_of(rows)), {earlier(row) for row in rows}
     notes = [
-        f" {SIGNS[reason].strip()}: {said}." if marked else f" **{said.capitalize()}.**"
+        f" {SIGNS[reason].strip()}: of {said}." if marked else f" **Of {said}.**"
         for reason, said in EARLIER.items()
         if reason in reasons
     ]

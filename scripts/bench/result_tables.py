@@ -73,7 +73,9 @@ def layer_rows(record: Record) -> Rows:
 
     def more(figures: Record) -> Record:
         eager = figures.get("fwd_ms", math.nan) + figures.get("bwd_ms", math.nan)
-        return figures | {"gpu_bwd_ms": figures["gpu_fwdbwd_ms"] - figures["gpu_fwd_ms"], "fwdbwd_ms": eager}
+        # Where noise made the forward the longer one, no time is left for backward.
+        backward = max(0.0, figures["gpu_fwdbwd_ms"] - figures["gpu_fwd_ms"])
+        return figures | {"gpu_bwd_ms": backward or None, "fwdbwd_ms": eager}
 
     return [
         row | {"programs": {name: more(figures) for name, figures in row["peers"].items()}} for row in record["rows"]

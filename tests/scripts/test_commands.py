@@ -34,6 +34,10 @@ def test_help_shows_how_it_is_called(
         assert usage.startswith(f"usage: python -m {module} ")
 
 
+def test_commands_are_found() -> None:
+    assert {"scripts.train_lm", "scripts.bench.layer", "scripts.bench.models", "scripts.checks.style"} <= {*COMMANDS}
+
+
 @pytest.mark.parametrize("path", sorted([*SOURCES, "Makefile"]))
 def test_the_scripts_that_are_named_exist(path: str) -> None:
     text = (ROOT / path).read_text()

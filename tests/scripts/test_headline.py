@@ -1,14 +1,16 @@
 """The headline's rule: medians of at least three runs, ratios within 2 % of 1 even, rows of one GPU and one set of kernels."""
 
+import json
 import re
 from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
 
-from scripts.bench import headline_tables, identity, plot_results
+from scripts.bench import headline, headline_tables, identity, plot_results, running
 from scripts.bench.headline_tables import together
 from scripts.bench.markdown import NOT_MEASURED
+from scripts.bench.timing import Machine
 
 Row = dict[str, Any]
 CLAIM, README, TABLE = headline_tables.CLAIM, headline_tables.TABLES["readme"], headline_tables.TABLES["headline"]
@@ -60,11 +62,11 @@ def record(**ratios: tuple[str, float, int]) -> Row:
 )
 def test_within_two_percent_is_even(ratio: float, verdict: str) -> None:
     assert headline_tables.verdict(ratio) == verdict
-    (said,) = re.findall(r"it is (.*?):", CLAIM(record(one=(MODEL, ratio, 3), two=(OTHER, 3.0, 3))))
+    (said,) = re.findall(r"It is (.*?):", CLAIM(record(one=(MODEL, ratio, 3), two=(OTHER, 3.0, 3))))
     parts = {
-        "ahead": "faster on 2 of 2 models",
-        "even": f"faster on 1 of 2 models, even, within 2 %, on {MODEL}",
-        "behind": f"faster on 1 of 2 models, slower on {MODEL}",
+        "ahead": "faster than SonicMoE's module on 2 of 2 models",
+        "even": f"faster than SonicMoE's module on 1 of 2 models, even, within 2 %, on {MODEL}",
+        "behind": f"faster than SonicMoE's module on 1 of 2 models, slower on {MODEL}",
     }
     assert said == parts[verdict]
 
@@ -72,14 +74,19 @@ def test_within_two_percent_is_even(ratio: float, verdict: str) -> None:
 def test_one_model_is_named_with_the_range_of_its_runs() -> None:
     runs = [run(MODEL, 10.0, sonic=theirs) for theirs in (9.6, 9.0, 9.5)]
     claim = CLAIM({"rows": [together(runs), *record(two=(OTHER, 3.0, 2))["rows"]]})
-    assert f"it is slower on {MODEL}: 0.95 times as fast (0.90 to 0.96), the median and range of 3 runs." in claim
+    assert (
+        f"It is slower than SonicMoE's module on {MODEL}: 0.95 times as fast (0.90 to 0.96), the median and range of 3 runs."
+        in claim
+    )
     assert "geometric" not in claim and OTHER not in claim
+    even = CLAIM({"rows": [together([run(MODEL, 10.0, sonic=10.0)] * 3)]})
+    assert f"It is even, within 2 %, with SonicMoE's module on {MODEL}: 1.00 times" in even
 
 
 def test_the_claim_counts_each_model_once() -> None:
     made = record(a=(MODEL, 1.21, 3), b=(OTHER, 0.97, 4), c=(THIRD, 1.0, 3), d=(FOURTH, 1.5, 2))
     claim = CLAIM(made)
-    assert f"faster on 1 of 3 models, even, within 2 %, on {THIRD}, slower on {OTHER}" in claim
+    assert f"on 1 of 3 models, even, within 2 %, on {THIRD}, slower on {OTHER}" in claim
     mean = (1.21 * 0.97 * 1.0) ** (1 / 3)
     assert f": {mean:.2f} times as fast in the geometric mean (medians of models: 0.97 to 1.21)" in claim
     assert "SonicMoE's module" in claim and "on one NVIDIA H200." in claim and FOURTH not in claim
@@ -158,6 +165,21 @@ def test_a_plot_s_legend_is_whole_and_its_colours_differ() -> None:
     assert inside.x0 >= 0 and inside.x1 <= figure.bbox.width and len(legend.get_texts()) == 4
     assert len({*plot_results.COLORS.values()}) == len(plot_results.COLORS)
     assert not plot_results.with_runs(record(a=(MODEL, 1.1, 2)))
+
+
+def test_a_run_is_a_process_that_measures_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(command: list[str], env: dict[str, str], **_: Any) -> None:
+        options = running.options_of(headline.BENCH, command[3:])
+        assert [job.case for job in options.jobs] == [headline.Run(0, MODEL)] and options.rounds == 7
+        tuned_anew.append(headline.TUNE_ANEW.items() <= env.items())
+        made = together([run(MODEL, 10.0, sonic=11.0)])
+        (options.out / "headline.json").write_text(json.dumps({"rows": [made], "kernels": {"up": {}}}))
+
+    tuned_anew: list[bool] = []
+    monkeypatch.setattr(headline.subprocess, "run", measured)
+    rows = [headline.run_of(headline.Run(number, MODEL), Machine("cuda", 7)) for number in (0, 1)]
+    assert [row["tuned_anew"] for row in rows] == tuned_anew == [True, False]
+    assert all(row["launched"] == {"up": {}} and row["programs"].keys() == {"blazeproto", "sonic"} for row in rows)
 
 
 @pytest.mark.parametrize("key", ["gpu", "kernels", "protocol"])

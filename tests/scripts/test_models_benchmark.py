@@ -61,7 +61,7 @@ def test_the_pages_are_made_of_the_files(measured: Path) -> None:
 
 def test_the_models() -> None:
     assert {*headline_tables.HEADLINE} <= shapes.BY_NAME.keys()
-    tokens = {name: model.sizes.T for name, model in shapes.BY_NAME.items()}
+    tokens = {name: sizes.T for name, sizes in shapes.BY_NAME.items()}
     assert tokens == dict.fromkeys(tokens, 16384) | {"Kimi K2": 8192}
 
 
@@ -238,7 +238,7 @@ def test_processes_take_turns_and_their_kernels_are_the_row_s(monkeypatch: pytes
 
 
 def test_layers_that_do_not_fit_have_their_own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    kimi = shapes.BY_NAME["Kimi K2"].sizes
+    kimi = shapes.BY_NAME["Kimi K2"]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 139 << 30))
     assert layers.fits(kimi, 3) and not layers.fits(kimi, 5)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 79 << 30))
@@ -252,7 +252,7 @@ def test_layers_that_do_not_fit_have_their_own_processes(monkeypatch: pytest.Mon
 
 def model_row(name: str) -> dict[str, Any]:
     """Ours at 0.8 of the floor's speed, transformers' 2.5 times as long; SonicMoE's 12 / 11."""
-    sizes = shapes.BY_NAME[name].sizes
+    sizes = shapes.BY_NAME[name]
     ours = (sum(cost.layer_floor_ms(sizes)) + sum(cost.router_floor_ms(sizes))) / 0.8
 
     def program(ms: float, peak: float) -> dict[str, float]:

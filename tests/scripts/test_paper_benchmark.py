@@ -94,6 +94,29 @@ def test_a_gpu_is_timed_by_kernels_where_no_graph_is_tried(monkeypatch: pytest.M
     assert seen[1:] == [("kernel_times", calls, 7), ("interleaved_ms", calls, 7, 5)]
 
 
+@pytest.mark.parametrize("together", [(), ("ours", "theirs"), ("ours", "not built")])
+def test_programs_that_are_compared_are_timed_by_one_method(
+    monkeypatch: pytest.MonkeyPatch, together: tuple[str, ...]
+) -> None:
+    """One that can't be captured takes those beside it along."""
+
+    def captured(call: Any, pool: object) -> Any:
+        if call is list:
+            raise RuntimeError("it waits for the GPU")
+        return call
+
+    monkeypatch.setattr(timing, "captured", captured)
+    monkeypatch.setattr(timing.torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(timing, "interleaved_ms", lambda calls, *_, **options: dict.fromkeys(calls, 1.0))
+    by_kernels = timing.KernelTime(busy=2.0, total=3.0)
+    monkeypatch.setattr(timing, "kernel_times", lambda calls, rounds: dict.fromkeys(calls, by_kernels))
+    found = Machine("cuda", 7, ()).times({"ours": dict, "theirs": list}, together)
+    alike = "theirs" in together
+    assert found.ms == {"ours": 3.0 if alike else 1.0, "theirs": 3.0}
+    assert found.method == {"ours": "kernels" if alike else "graph", "theirs": "kernels"}
+    assert found.refused == {"theirs": "RuntimeError: it waits for the GPU"}
+
+
 @pytest.mark.parametrize(
     ("gpu", "folder"),
     [

@@ -204,13 +204,13 @@ PROGRAMS = {"sonic": {"workspace_bytes": None, "gpu_fwdbwd_ms": 2.0, "peak_fwdbw
         (
             "experts_growth",
             {"series": {"E": [SERIES[0], SERIES[1] | EARLIER]}},
-            f"{GROWTH} (1 of 2 of earlier kernels)",
+            f"{GROWTH} (1 of the 2 runs used earlier kernels)",
         ),
         ("router_accuracy", LOGITS, f"{ERRORS}."),
         (
             "router_accuracy",
             [LOGITS[0] | {"torch_fp32_logits": 1e-7} | EARLIER, LOGITS[1]],
-            f"{ERRORS}, torch's in fp32 by 1.0e-07 to 1.0e-07 (1 of 2 of earlier kernels).",
+            f"{ERRORS}, torch's in fp32 by 1.0e-07 to 1.0e-07 (1 of the 2 runs used earlier kernels).",
         ),
         ("curves", CURVES | OF, "the smoothed losses of 500 steps differ by at most 0.72 %"),
         ("curves", CURVES, "(of earlier kernels)"),
@@ -232,7 +232,7 @@ def test_a_row_of_earlier_kernels_is_marked_where_it_stands(results: Path) -> No
     filled = result_tables.fill(README, results)
     assert "| 8192, 256, 256, 128, 4 † | 0.50 | 0.80 |" in filled and "| 8192, 256, 256, 128, 4 | 0.50" in filled
     assert filled.count(" †: of earlier kernels.") == 2  # under the table of memory too
-    assert "(1 of 2 of earlier kernels)<!--" in filled
+    assert "(1 of the 2 runs used earlier kernels)<!--" in filled
     path.write_text(json.dumps(record | {"rows": record["rows"][1:]}))  # all of them: said once
     filled = result_tables.fill(README, results)
     assert "†" not in filled and filled.count("the day before. **Of earlier kernels.**") == 2
@@ -243,8 +243,8 @@ def test_a_row_of_an_earlier_benchmark_has_a_mark_of_its_own() -> None:
     other = {"of": OF["of"] | {"protocol": "scripts.bench.module.measure", "version": 0}}
     table = made("module", {"rows": [MODULE, MODULE | other, MODULE | EARLIER]})
     assert [line.count("†") + 2 * line.count("‡") for line in table.splitlines()[2:5]] == [0, 2, 1]
-    assert table.endswith("†: of earlier kernels. ‡: by an earlier form of the benchmark.")
-    assert markdown.caveat([MODULE, MODULE | other]) == "1 of 2 by an earlier form of the benchmark"
+    assert table.endswith("†: of earlier kernels. ‡: of an earlier form of the benchmark.")
+    assert markdown.caveat([MODULE, MODULE | other]) == "1 of the 2 runs used an earlier form of the benchmark"
     later = {"of": OF["of"] | {"measured": "the next day"}}
     assert markdown.origin([OF, later], "torch") == "a GPU; torch 2.11.0; a day to the next day."
     assert markdown.origin([]) == ""

@@ -7,6 +7,7 @@ import pytest
 
 from scripts.bench import markdown, result_tables, training_tables
 from scripts.bench.markdown import NOT_MEASURED
+from scripts.bench.result_tables import TABLES as TABLES_OF_PAGES
 from scripts.bench.tables import TABLES
 
 SIZES = {"T": 64, "d": 64, "n": 32, "E": 8, "K": 2}
@@ -56,6 +57,20 @@ def test_shapes_without_a_peer_are_left_out_of_its_ratios() -> None:
     said = experts_longer(layer, module)
     assert "SonicMoE" not in said and "ours on 1 of 2 shapes, up to 1.50 times as long" in said
     assert experts_longer({"rows": layer["rows"][1:]}, {"rows": []}) == NOT_MEASURED
+
+
+def test_a_quotient_of_zero_is_a_number() -> None:
+    assert markdown.look_up({"a": {"b": 0.0}, "c": 2}, "a.b / c") == 0.0
+    for path in ("c / a.b", "a.d / c", "c / a.d", "c / e.b"):
+        assert markdown.look_up({"a": {"b": 0.0}, "c": 2}, path) is None, path
+
+
+def test_a_forward_that_was_measured_longer_than_both_has_a_dash_for_its_backward() -> None:
+    """As one round on a busy CPU can make it."""
+    times = {"blazeproto": (2.0, 1.0), "torch_grouped": (1.0, 4.0)}
+    programs = {name: {"gpu_fwd_ms": forward, "gpu_fwdbwd_ms": both} for name, (forward, both) in times.items()}
+    table = TABLES_OF_PAGES["layer"][1]({"rows": [{"cfg": SIZES, "peers": programs, "of": OF}]})
+    assert "| 2.00 | 1.00 | – | – | 3.00 | – |" in table and "0.50× forward, –× backward (1 shapes)" in table
 
 
 def test_torch_s_backward_is_said_by_experts_a_token() -> None:

@@ -40,7 +40,7 @@ RATIO = Sizes(16384, 2048, 2048, 32, 4)  # n = d; the other widths have as many 
 
 
 def of(*names: str) -> tuple[Case, ...]:
-    return tuple(Case(BY_NAME[name].sizes, label=name) for name in names)
+    return tuple(Case(BY_NAME[name], label=name) for name in names)
 
 
 def many(*names: str) -> tuple[Case, ...]:

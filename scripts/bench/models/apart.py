@@ -45,9 +45,8 @@ SETTINGS = {"TRITON_CACHE_AUTOTUNING": "1", "PYTORCH_CUDA_ALLOC_CONF": "max_spli
 
 
 CHILD = "import json, sys; from scripts.bench.models import apart; apart.child(json.loads(sys.argv[1]), sys.argv[2])"
-Made = tuple[
-    dict[str, Call], dict[str, Tensor]
-]  # what is timed, by part, and what it computes, as our program lays it out
+Made = tuple[dict[str, Call], dict[str, Tensor]]
+"""A program: the calls that are timed, by part, and its results, laid out as ours."""
 
 
 def layer(name: str, shape: Sizes, device: str) -> Made:

@@ -1,20 +1,12 @@
 """Models by name: the sizes of one MoE layer of each."""
 
-from typing import NamedTuple
-
 from blazeproto.gemm import Sizes
 
 T = 16384
 
 
-class Model(NamedTuple):
-    """A layer's sizes. Its shared experts, biases and scores' function are left out."""
-
-    sizes: Sizes
-
-
-# d, n, E, K as SonicMoE's Table 3 has them, or as the model's published config.json. Those that most people look for stand in
-# front: a run that ends early has them.
+# d, n, E, K as SonicMoE's Table 3 has them, or as the model's published config.json; shared experts, biases and scores' functions
+# are left out. The models that most people look for are the first: a run that ends early has them.
 PUBLISHED = {
     "Qwen3-30B-A3B": (2048, 768, 128, 8),
     "gpt-oss-120b": (2880, 2880, 128, 4),
@@ -37,4 +29,4 @@ PUBLISHED = {
     "Llama 4 Maverick": (5120, 8192, 128, 1),  # config.json
 }
 TOKENS = dict.fromkeys(PUBLISHED, T) | {"Kimi K2": 8192}
-BY_NAME = {name: Model(Sizes(TOKENS[name], *sizes)) for name, sizes in PUBLISHED.items()}
+BY_NAME = {name: Sizes(TOKENS[name], *sizes) for name, sizes in PUBLISHED.items()}
