@@ -1,6 +1,8 @@
 """Commands of the package.
 
 python -m blazeproto doctor                  what works on this machine, what is missing, and the command that mends it
+python -m blazeproto doctor --check          oracle checks of the kernels on this GPU; after a failure "auto" takes torch here
+python -m blazeproto tune T,d,n,E,K          times the ampere backend's tiles on this GPU and keeps the fastest
 python -m blazeproto bench T,d,n,E,K         a layer of these sizes, timed beside its floor
 python -m blazeproto kernels                 every compiled kernel: registers, spills, shared memory, CTAs, wgmma
 """
@@ -43,16 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     as_json = Parser(add_help=False)
     as_json.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
-    commands.add_parser("doctor", parents=[as_json], help="what works here; exit code 1 where something is missing")
+    doctor = commands.add_parser("doctor", parents=[as_json], help="what works; exit code 1 where something is missing")
+    doctor.add_argument("--check", action="store_true", help="check the kernels on this GPU; exit code 1 if any fails")
 
     bench = commands.add_parser("bench", parents=[as_json], help="time a layer beside its floor")
-    bench.add_argument(
-        "sizes",
-        nargs="?",
-        type=sizes_of,
-        metavar="T,d,n,E,K",
-        help=f"tokens, widths of model and expert, experts, experts a token; default {GPU_SIZES}, on a CPU {CPU_SIZES}",
-    )
+    tune = commands.add_parser("tune", help="time the ampere backend's tiles, and keep the fastest")
+    for parser_of, default in ((bench, f"{GPU_SIZES}, on a CPU {CPU_SIZES}"), (tune, GPU_SIZES)):
+        what = f"tokens, widths of model and expert, experts, experts a token; default {default}"
+        parser_of.add_argument("sizes", nargs="?", type=sizes_of, metavar="T,d,n,E,K", help=what)
+    tune.add_argument("--backend", choices=["auto", "ampere"], default="auto", help="ampere: on a Hopper GPU too")
 
     kernels = commands.add_parser("kernels", parents=[as_json], help="compile all kernels, or read them from the cache")
     kernels.add_argument(
@@ -63,10 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # where its encoding lacks a character that a table has
     given = parser.parse_args(arguments)
     try:
-        return {"doctor": run_doctor, "bench": run_bench, "kernels": run_kernels}[given.command](given)
+        return {"doctor": run_doctor, "tune": run_tune, "bench": run_bench, "kernels": run_kernels}[given.command](
+            given
+        )
     except ValueError as error:  # what the package says of the arguments
         parser.error(str(error))
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         parser.exit(1, f"error: {error}\n")
 
 
@@ -76,7 +79,10 @@ def sizes_of(word: str) -> Sizes:
 
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*){4}", word):
         raise argparse.ArgumentTypeError(f"expected T,d,n,E,K, five ints of at least 1, got {word!r}")
-    return Sizes(*map(int, word.split(",")))
+    sizes = Sizes(*map(int, word.split(",")))
+    if sizes.K > sizes.E:
+        raise argparse.ArgumentTypeError(f"expected K of at most E={sizes.E}, got {sizes.K}")
+    return sizes
 
 
 def show(view: Any) -> None:
@@ -110,6 +116,8 @@ def run_doctor(given: argparse.Namespace) -> int:
     """Its lines are plain text: it must run where nothing is installed."""
     from blazeproto import doctor
 
+    if given.check:
+        return 0 if doctor.check(say) else 1
     checks = doctor.examine()
     code = 0 if all(check.ok for check in checks) else 1
     if given.json:
@@ -130,8 +138,6 @@ def run_bench(given: argparse.Namespace) -> int:
     from blazeproto.lab.layer_times import layer_times
 
     sizes = given.sizes or sizes_of(GPU_SIZES if torch.cuda.is_available() else CPU_SIZES)
-    if sizes.K > sizes.E:
-        raise ValueError(f"T,d,n,E,K: expected K of at most E={sizes.E}, got {sizes.K}")
     try:
         with waiting("timing"):
             times = layer_times(sizes)
@@ -141,6 +147,18 @@ def run_bench(given: argparse.Namespace) -> int:
         print(json.dumps(asdict(times) | {"sizes": sizes._asdict()}, indent=2))
     else:
         show(times.view())
+    return 0
+
+
+def run_tune(given: argparse.Namespace) -> int:
+    """Its table is plain text too."""
+    from blazeproto.lab.card import tune
+
+    gpu, file, times = tune(given.sizes or sizes_of(GPU_SIZES), given.backend)
+    say(f"{gpu}: ms of a call, by columns of a tile\n\n{'product':<24}{'256':>10}{'128':>10}")
+    for product, (wide, narrow) in times.items():
+        say(f"{product:<24}{wide:>10.4f}{narrow:>10.4f}")
+    say(f"\nThe fastest are kept in {file}")
     return 0
 
 

@@ -30,6 +30,14 @@ def _torch_silu(x: Any) -> Any:
     return silu(x)
 
 
+def _torch_silu_slope(x: Any) -> Any:
+    import torch
+
+    if x.requires_grad or torch.autograd.forward_ad.unpack_dual(x).tangent is not None:
+        return _silu_slope(_TORCH, x)  # silu_backward has no derivative
+    return torch.ops.aten.silu_backward(x.new_ones(()), x)
+
+
 def _torch_gelu(x: Any, approximate: str = "none") -> Any:
     from torch.nn.functional import gelu
 
@@ -54,7 +62,7 @@ def _numpy_gelu_tanh(x: Any) -> Any:
     return x * _numpy_sigmoid(2 * _GELU_TANH * (x + _GELU_CUBE * x * x * x))
 
 
-_NUMPY = SimpleNamespace(
+_NUMPY: SimpleNamespace = SimpleNamespace(
     sigmoid=_numpy_sigmoid,
     exp=np.exp,
     tanh=np.tanh,
@@ -64,10 +72,11 @@ _NUMPY = SimpleNamespace(
     above_zero=lambda x: (~(x <= 0)).astype(x.dtype),
     normal_cdf=lambda x: (0.5 * (1 + _erf(x / math.sqrt(2)))).astype(x.dtype),
     silu=_numpy_silu,
+    silu_slope=lambda x: _silu_slope(_NUMPY, x),
     gelu_tanh=_numpy_gelu_tanh,
     gelu=lambda x: x * (0.5 * (1 + _erf(x / math.sqrt(2)))).astype(x.dtype),
 )
-_TORCH = SimpleNamespace(
+_TORCH: SimpleNamespace = SimpleNamespace(
     sigmoid=lambda x: x.sigmoid(),
     exp=lambda x: x.exp(),
     tanh=lambda x: x.tanh(),
@@ -77,6 +86,7 @@ _TORCH = SimpleNamespace(
     above_zero=lambda x: (~(x <= 0)).to(x.dtype),
     normal_cdf=lambda x: 0.5 * (1 + (x * math.sqrt(0.5)).erf()),
     silu=_torch_silu,
+    silu_slope=_torch_silu_slope,
     gelu=_torch_gelu,
     gelu_tanh=lambda x: _torch_gelu(x, "tanh"),
 )
@@ -178,7 +188,7 @@ class Activation(NamedTuple):
 
 
 _Function = tuple[str, Callable[..., Any], Callable[..., Any]]  # its name in CUDA, f, slope
-_SILU: _Function = ("SILU", lambda m, x: m.silu(x), _silu_slope)
+_SILU: _Function = ("SILU", lambda m, x: m.silu(x), lambda m, x: m.silu_slope(x))
 _GELU: _Function = ("GELU", lambda m, x: m.gelu(x), _gelu_slope)  # the exact one, with erf
 _GELU_TANH_ROW: _Function = ("GELU_TANH", lambda m, x: m.gelu_tanh(x), _gelu_tanh_slope)
 _RELU: _Function = ("RELU", lambda m, x: m.relu(x), lambda m, x: m.above_zero(x))
@@ -378,13 +388,13 @@ def activate(h: Any, activation: str) -> Any:
     return act if up is None else act * _factor(chosen, m, up)
 
 
-def activate_backward(h: Any, d_act: Any, activation: str) -> Any:
-    """From h (..., G n) and the gradient of act (..., n), the gradient of h."""
+def activate_backward(h: Any, d_act: Any, activation: str, stored: Callable[[Any], Any] = lambda values: values) -> Any:
+    """From h (..., G n) and the gradient of act (..., n), the gradient of h.  stored: what each half becomes before both lie side
+    by side."""
     chosen, m, gate, up = _read(h, activation)
     slope = chosen.slope(m, gate, *chosen.values)
     if up is None:
-        return d_act * slope
+        return stored(d_act * slope)
     d_gate, d_up = d_act * _factor(chosen, m, up) * slope, d_act * chosen.f(m, gate, *chosen.values)
-    return side_by_side(
-        d_gate, d_up if chosen.g_slope is None else d_up * chosen.g_slope(m, up, *chosen.values), activation
-    )
+    d_up = d_up if chosen.g_slope is None else d_up * chosen.g_slope(m, up, *chosen.values)
+    return side_by_side(stored(d_gate), stored(d_up), activation)

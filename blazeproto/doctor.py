@@ -6,25 +6,30 @@
 Every check runs what it is about, in a process of its own, so that a package that crashes when it is imported takes nothing
 down: the torch backend trains a step of a small layer, NVRTC compiles a kernel, Numba's simulator runs one, and on a GPU
 that runs the kernels a dispatch and `combine` are compared with their twins. This module imports none of these packages.
+
+`check` runs the oracle checks of `blazeproto.lab.card` on the GPU: `python -m blazeproto doctor --check`.
 """
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 from packaging.specifiers import SpecifierSet
 
-from blazeproto.runtime import arch, optional
+from blazeproto.runtime import arch, notes, optional
 from blazeproto.runtime.optional import CUPY, cuda_major, driver_cuda, installed, or_the_lab, requirement
 
 WANTED = {"numpy": "<3", "torch": ">=2.11,<2.16", **optional.WANTED}
 """Versions, as in pyproject.toml."""
 PYTHON = ">=3.11"
 TIMEOUT = 300  # seconds of a check: the first NVRTC or Numba in a new environment is slow
+CARD_TIMEOUT = 900  # seconds of `check`, which compiles the kernels of several layers
 
 WORKS, MISSING, WRONG, BROKEN, ABSENT = "works", "missing", "wrong version", "does not work", "not here"
 
@@ -77,7 +82,9 @@ def examine() -> list[Check]:
         "nvrtc": _pip(requirement("cupy", major), requirement("numba-cuda", major)),
     }
     wanted = [
-        name for name in PROBES if not ((name == "kernels" and not on_gpu) or (name == "torch_gpu" and gpu is None))
+        name
+        for name in PROBES
+        if name != "card" and not ((name == "kernels" and not on_gpu) or (name == "torch_gpu" and gpu is None))
     ]
     with ThreadPoolExecutor() as pool:
         runs = dict(zip(wanted, pool.map(probe, wanted), strict=True))
@@ -112,6 +119,38 @@ def _pip(*packages: str) -> str:
     return "pip install " + " ".join(f"'{package}'" for package in packages)
 
 
+def check(say: Callable[[str], None]) -> bool:
+    """Runs the oracle checks on the first GPU and says a report, to paste into an issue. Returns whether all passed.
+
+    A failure is noted in the compile cache's folder; "auto" then takes torch on GPUs of this name. Checks that pass remove the
+    note. A crash or a hang is a failure. An error before the first check changes no note; neither does too little memory.
+    """
+    gpu = find_gpu()
+    lacks = arch.missing(gpu.capability if gpu else None)
+    lacks = lacks or next(filter(None, map(optional.missing, optional.KERNELS)), None)
+    if gpu is None or lacks:
+        say(f"The check needs {lacks}.")
+        return False
+    say(
+        "The checks take about a minute, longer where kernels are compiled first. The report, to paste into an issue:\n"
+    )
+    run, capability = probe("card"), ".".join(map(str, gpu.capability))
+    versions = installed(["blazeproto", "torch", *CUPY, *optional.KERNELS]) | {"Python": _python().version}
+    say(f"{gpu.name}, compute capability {capability}, driver {gpu.driver}, CUDA up to {gpu.cuda[0]}.{gpu.cuda[1]}")
+    found = ", ".join(f"{name} {version}" for name, version in versions.items())
+    say("\n".join(filter(None, (found, run.printed, run.error or "All checks passed."))))
+    no_memory = (
+        re.search("out ?of ?memory", f"{run.error} {run.complaint}", re.IGNORECASE) or run.error == "crashed (signal 9)"
+    )
+    if run.error is None:
+        with suppress(OSError):  # no folder, and so no note
+            notes.note_path("check", gpu.name).unlink()
+    elif run.printed and not no_memory:
+        file = notes.note("check", gpu.name, failed=run.error)
+        say(f'\n"auto" takes torch on this GPU until the check passes or {file} is deleted.')
+    return run.error is None
+
+
 # --- The machine -----------------------------------------------------------------------------------------------------------
 
 
@@ -138,7 +177,9 @@ def find_gpu() -> Gpu | None:
         capability = [asked(cuda.cuDeviceGetAttribute(ctypes.byref(number), which, device)) for which in (75, 76)]
     except OSError:
         return None
-    return Gpu(name.value.decode(), (capability[0], capability[1]), _driver_version(), driver_cuda() or (0, 0))
+    return Gpu(
+        name.value.decode(errors="replace"), (capability[0], capability[1]), _driver_version(), driver_cuda() or (0, 0)
+    )
 
 
 def _driver_version() -> str:
@@ -225,10 +266,12 @@ def _ran(name: str, version: str, run: "Run", what: str, mend: str) -> Check:
 
 @dataclass(frozen=True)
 class Run:
-    """printed: what a check's process wrote.  error: why it failed, None where it did not."""
+    """printed: what a check's process wrote.  error: why it failed, None where it did not.  complaint: all that it wrote to
+    stderr."""
 
     printed: str = ""
     error: str | None = None
+    complaint: str = ""
 
 
 def _version_of(run: Run) -> str:
@@ -291,6 +334,18 @@ y = torch.randint(-8, 8, (128, 64), device="cuda").bfloat16()
 out = gemm.combine(y, made)
 assert torch.equal(out, y[made.token_index_map.long()].view(64, 2, 64).sum(1))
 """,
+    "card": """
+from blazeproto.autograd import backends
+backends._failed_check = lambda index: None  # an earlier failure, after which the router would run on torch
+from blazeproto import gemm
+from blazeproto.lab import card
+from blazeproto.runtime import arch
+import torch
+name = arch.arch_of(torch.cuda.get_device_capability()).name
+torch.ones(1, device="cuda")
+gemm.prepare(64, 32, 4, 2, backend=name)  # what this machine lacks shows before the first check
+card.check("cuda", name)
+""",
 }
 ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
     "numba-cuda": {"NUMBA_ENABLE_CUDASIM": "1"},
@@ -302,15 +357,16 @@ def probe(name: str) -> Run:
     """One of `PROBES`, in a process of its own with this one's interpreter."""
     environment = {**os.environ, **ENVIRONMENT.get(name, {})}
     command = [sys.executable, "-c", PROBES[name]]
+    limit = CARD_TIMEOUT if name == "card" else TIMEOUT
     try:
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, errors="replace", timeout=TIMEOUT, check=False
+            command, env=environment, capture_output=True, text=True, errors="replace", timeout=limit, check=False
         )
     except subprocess.TimeoutExpired:
-        return Run(error=f"no answer in {TIMEOUT} s")
+        return Run("no answer", f"no answer in {limit} s")
     if done.returncode == 0:
         return Run(done.stdout.strip())
     if done.returncode < 0:
-        return Run(done.stdout.strip(), f"crashed (signal {-done.returncode})")
+        return Run(done.stdout.strip(), f"crashed (signal {-done.returncode})", done.stderr)
     said = [line for line in done.stderr.splitlines() if line.strip()]
-    return Run(done.stdout.strip(), said[-1] if said else f"exit code {done.returncode}")
+    return Run(done.stdout.strip(), said[-1] if said else f"exit code {done.returncode}", done.stderr)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from blazeproto.activations import activation_named
 from blazeproto.autograd import QuantizedWeights, SavePolicy, moe_mlp, quantize_weights, saved_bytes
-from blazeproto.autograd.backends import backend_on, check_device, device_index, missing_for_kernels, what_runs
+from blazeproto.autograd.backends import backend_on, check_device, device_index, what_runs
 from blazeproto.autograd.checkpoint import refuse_lost_gradients
 from blazeproto.autograd.checks import check_dense, check_dtype, check_weights
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for, num_chunks
@@ -28,6 +28,7 @@ from blazeproto.autograd.shared_expert import SharedExpert
 from blazeproto.router.choices import CHOICES
 from blazeproto.router.router import Router, check_by_token, check_takes_mask, make_router, router_keywords
 from blazeproto.router.stats import MoEStats
+from blazeproto.runtime.arch import ARCHES
 from blazeproto.runtime.checks import boolean, fixed, integer, nearest
 from blazeproto.runtime.shown import Shown
 
@@ -129,11 +130,11 @@ class MoE(nn.Module, Shown):
         self.shared_expert = SharedExpert(d_model, d_shared, options.activation, **where) if d_shared else None
         self.quantized: QuantizedWeights | None = None  # see `quantize_weights`
 
-        if options.backend == "hopper" and self.down_proj.device.type != "meta":
+        if options.backend in ARCHES and self.down_proj.device.type != "meta":
             # A layer made on the host may move to the GPU later: what counts then is whether there is one.
             on_host = self.down_proj.device.type == "cpu" and torch.cuda.is_available()
             device = torch.device("cuda") if on_host else self.down_proj.device
-            backend_on("hopper", device, torch.bfloat16, num_experts, d_model, d_expert)
+            backend_on(options.backend, device, torch.bfloat16, num_experts, d_model, d_expert, needs=self.kernel_needs)
         self.reset_parameters()
 
     def _check_router(self, router: nn.Module) -> None:
@@ -231,20 +232,17 @@ class MoE(nn.Module, Shown):
         self.quantized = quantize_weights(self.up_proj_weight, self.down_proj, dtype=dtype, backend=self.backend)
 
     def prepare(self, num_tokens: int) -> None:
-        """Compile and load what the experts launch for ``num_tokens`` tokens, forward and backward: a CUDA-graph capture can
-        do neither.
+        """Compile, in parallel, and load what the experts launch for ``num_tokens`` tokens: a CUDA-graph capture can do neither.
 
-        In parallel, where first use compiles one kernel after the other. To be called where the layer is on its GPU;
-        on the torch backend it does nothing. The router's own kernels come with its first forward and backward.
+        Call it where the layer is on its GPU. On torch it does nothing. The router's own kernels come with its first step.
         """
         integer("num_tokens", num_tokens, least=0)
         refuse_ranks(self.dispatcher, "prepare")
-        device, sizes = self.down_proj.device, (self.num_experts, self.d_model, self.d_expert)
-        if self.backend == "torch" or missing_for_kernels(device, torch.bfloat16, *sizes) is not None:
+        if self.runs_on(torch.bfloat16) not in ARCHES:
             return
         from blazeproto import dispatch, gemm
 
-        index, f32 = device_index(device), self.down_proj.dtype == torch.float32
+        index, f32 = device_index(self.down_proj.device), self.down_proj.dtype == torch.float32
         for f32_weight_grads in {f32, f32 or self.workspace_bytes is not None}:  # chunks are summed in fp32
             gemm.prepare(
                 *(self.d_model, self.d_expert, self.num_experts),
@@ -256,6 +254,7 @@ class MoE(nn.Module, Shown):
                 fused_backward=self.combine == "fused_both",
                 f32_weight_grads=f32_weight_grads,
                 precision=self.options.precision,
+                backend=self.runs_on(torch.bfloat16),
                 device=index,
             )
         for tokens, top_k in self._dispatch_shapes(num_tokens):
@@ -326,14 +325,19 @@ class MoE(nn.Module, Shown):
         )
 
     def runs_on(self, dtype: torch.dtype | None = None) -> str:
-        """The backend that computes the experts, and why not the kernels: "hopper", "torch", or "nothing" if a call raises.
+        """The backend that computes the experts, and why not the kernels: "hopper", "ampere", "torch", or "nothing".
 
         dtype: of x, as the experts see it; default: bfloat16 for weights in float32, else the weights' dtype.
         """
         check_dtype(dtype)
-        if dtype is None:
-            dtype = torch.bfloat16 if self.down_proj.dtype == torch.float32 else self.down_proj.dtype
-        return what_runs(self.backend, self.down_proj.device, dtype, self.num_experts, self.d_model, self.d_expert)
+        dtype = dtype or (torch.bfloat16 if self.down_proj.dtype == torch.float32 else self.down_proj.dtype)
+        sizes = self.num_experts, self.d_model, self.d_expert
+        return what_runs(self.backend, self.down_proj.device, dtype, *sizes, needs=self.kernel_needs)
+
+    @property
+    def kernel_needs(self) -> tuple[str, ...]:
+        """The ``extras`` of an `Arch` that the experts' kernels need."""
+        return self.options.needs
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "options" and not isinstance(value, Options):

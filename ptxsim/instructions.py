@@ -7,7 +7,7 @@ table has an opcode's first words, and the function that makes of an instruction
 from collections.abc import Callable
 from functools import cache
 
-from ptxsim import asynchronous, barriers, lanes, loads, wgmma
+from ptxsim import asynchronous, barriers, lanes, loads, mma, wgmma
 from ptxsim.arithmetic import operation
 from ptxsim.opcodes import OPCODES
 from ptxsim.operands import lane_wise, vector_move
@@ -19,6 +19,7 @@ FAMILIES: dict[str, Callable[[Statement, Compiled], Run]] = {
     **lanes.TABLE,
     **barriers.TABLE,
     **asynchronous.TABLE,
+    **mma.TABLE,
     **wgmma.TABLE,
 }
 

@@ -52,21 +52,28 @@ def run_module(*words: str) -> int:
     return subprocess.run(command, cwd=Path(__file__).parents[1], check=False).returncode
 
 
+FIRST = {
+    "hopper": (9, 0),
+    "ampere": (8, 0),
+}  # compute capabilities. Here: `compare` takes the package of another checkout
+
+
 def has_hopper() -> bool:
-    """Whether this machine has a GPU that runs the kernels."""
-    return _lacks() is None
+    """Whether this machine has a Hopper GPU."""
+    return _capability() == FIRST["hopper"]
 
 
-def need_hopper() -> None:
-    """`refuse` without a Hopper GPU, before anything is measured and any file is written."""
-    if lacks := _lacks():
-        refuse(f"needs a CUDA device of {lacks}; nothing was run")
+def need_kernels(backend: str = "hopper") -> None:
+    """`refuse` without a GPU that runs a backend's kernels, before anything is measured and any file is written."""
+    capability, first = _capability(), FIRST[backend]
+    if capability is None or (capability < first if backend == "ampere" else capability != first):
+        has = "there is none" if capability is None else "this one has {}.{}".format(*capability)
+        later = " or later" if backend == "ampere" else ""
+        refuse(f"needs a GPU of compute capability {first[0]}.{first[1]}{later}; {has}; nothing was run")
 
 
-def _lacks() -> str | None:
-    """What keeps the kernels from running here; None if nothing does."""
+def _capability() -> tuple[int, int] | None:
+    """The current GPU's compute capability; None without one."""
     import torch
 
-    from blazeproto.runtime.arch import missing  # not above: `compare` takes the package of another checkout
-
-    return missing(torch.cuda.get_device_capability() if torch.cuda.is_available() else None)
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None

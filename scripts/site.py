@@ -106,8 +106,7 @@ def page_of(path: str) -> tuple[str | bytes, list[str]]:
     """The content of a file of the repository in build/docs, and the files that it links to."""
     suffix = PurePosixPath(path).suffix
     if suffix == ".md":
-        shown = (ROOT / path).read_text().partition(LANDING_ENDS)[0]
-        return turn_links(keep_shapes_whole(shown), path)
+        return turn_links(keep_shapes_whole((ROOT / path).read_text().partition(LANDING_ENDS)[0]), path)
     if suffix == ".ipynb":
         return notebook_page(path)
     return source_page(path) if suffix in LANGUAGE else (ROOT / path).read_bytes(), []

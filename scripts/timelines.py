@@ -14,7 +14,7 @@ from typing import Any
 
 from blazeproto.gemm import Sizes
 from scripts.bench.common import REPOSITORY, RESULTS, cfg_of, provenance, stamped, write_json
-from scripts.command import argument_parser, need_hopper
+from scripts.command import argument_parser, need_kernels
 
 PICTURES = {"up_forward": "timeline_up.svg", "up_backward_weight": "timeline_weight.svg"}
 SHAPE = Sizes(T=40960, d=768, n=256, E=128, K=8)
@@ -38,7 +38,7 @@ def main() -> None:
     parser = argument_parser("scripts.timelines", __doc__)
     parser.add_argument("--out", type=Path, default=None, help="folder for all three files")
     options = parser.parse_args()
-    need_hopper()
+    need_kernels()
 
     pictures, results = (options.out or folder for folder in (REPOSITORY / "docs", RESULTS))
     pictures.mkdir(parents=True, exist_ok=True)

@@ -3,8 +3,6 @@
 python -m pytest --order 7        # the tests shuffled by this seed
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os
@@ -21,6 +19,7 @@ import torch.distributed as dist
 from torch._C._dynamo import eval_frame
 
 from blazeproto.runtime.arch import missing
+from tests.gpu import passes_for
 from tests.locks import alone
 
 # Several of xdist's processes share the GPUs, whose memory is not enough for all on one; JAX would take three quarters of one's.
@@ -31,8 +30,8 @@ if len(gpus := os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) > 1:
 
 
 def _why_no_hopper() -> str | None:
-    lacks = missing(torch.cuda.get_device_capability() if torch.cuda.is_available() else None)
-    return f"needs a CUDA device of {lacks}" if lacks else None
+    lacks = missing(torch.cuda.get_device_capability() if torch.cuda.is_available() else None, name="hopper")
+    return f"needs {lacks}" if lacks else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -95,6 +94,21 @@ def nvdisasm() -> None:
         nvrtc.find_tool("nvdisasm")
     except FileNotFoundError:
         pytest.skip("needs nvdisasm")
+
+
+@pytest.fixture(params=["hopper", "ampere"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each that has kernels: a Hopper GPU runs both, and passes for a GPU that runs the one alone."""
+    with passes_for(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Torch's name of one of `DEVICES`."""
+    name, _, backend = request.param.partition("-")
+    with passes_for(backend) if backend else nullcontext():
+        yield name
 
 
 @pytest.fixture

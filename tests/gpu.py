@@ -1,12 +1,42 @@
-"""What tests on a GPU share: steps captured in a graph, and a host that must not wait."""
-
-from __future__ import annotations
+"""What tests on a GPU share: whose kernels run, steps captured in a graph, and a host that must not wait."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
+
+from blazeproto.autograd import backends
+from blazeproto.runtime import arch
+
+DEVICES = pytest.mark.parametrize(
+    "device",
+    ["cpu", *(pytest.param(device, marks=pytest.mark.gpu) for device in ("cuda", "cuda-ampere"))],
+    indirect=True,
+)
+"""On a CPU, on a GPU, and on a GPU that passes for one without Hopper's kernels. The fixture gives torch's name of the device."""
+
+
+@contextmanager
+def passes_for(name: str) -> Iterator[None]:
+    """The GPU passes for one that runs this backend's kernels alone: "auto", products and a router's logits take them."""
+    caches = backends.backend_on, backends._missing_on_device, arch._arch_of_gpu
+    with cleared(*caches), patch.object(arch, "ARCHES", {name: arch.ARCHES[name]}):
+        yield
+
+
+@contextmanager
+def cleared(*caches: Any) -> Iterator[None]:
+    """These functions remember nothing from before, and nothing of this afterwards."""
+    for function in caches:
+        function.cache_clear()
+    try:
+        yield
+    finally:
+        for function in caches:
+            function.cache_clear()
 
 
 class Captured:

@@ -1,7 +1,5 @@
 """What one process at a time does, of all that run tests on this machine."""
 
-from __future__ import annotations
-
 import fcntl
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Blocks of Python on the pages of docs/, as programs: a page's blocks one after the other, as a reader pastes them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -11,8 +11,6 @@ What a docstring must have:
     methods       of a class: each public one that it defines itself has a docstring
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import importlib

@@ -1,7 +1,5 @@
 """Programs in a process of their own: for what Python decides once, and for what must not be imported before."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

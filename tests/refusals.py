@@ -1,7 +1,5 @@
 """How a test says that bad input is refused: which argument is named, by which error."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import NamedTuple

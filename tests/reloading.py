@@ -3,8 +3,6 @@
 python reloading.py COPY        a folder with a copy of the package, one of whose operators this edits
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A test that leaves changed what others read is found: conftest.py, on tests that do. And locks."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Floors and bytes: the products' own formulas give the figures by which every result of this repository was judged."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
@@ -93,8 +91,7 @@ def test_operations_of_a_layer(halves: int) -> None:
 
 
 def test_a_floor_is_the_longer_of_the_two() -> None:
-    assert cost.floor_ms(785e9, 1.0) == pytest.approx(1.0)
-    assert cost.floor_ms(1.0, 4.24e9) == pytest.approx(1.0)
+    assert cost.floor_ms(785e9, 1.0) == pytest.approx(1.0) and cost.floor_ms(1.0, 4.24e9) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
@@ -268,8 +265,7 @@ def test_rows_of_an_expert_with_batch_tiling() -> None:
 
 def test_attention_s_memory_is_quadratic_in_the_sequence() -> None:
     once, twice = (cost.attention_bytes(8, s, d_model=2048, heads=32) for s in (4096, 8192))
-    assert once == 8 * (11 * 4096 * 2048 + 5 * 32 * 4096**2)
-    assert twice - 2 * once == 8 * 2 * 5 * 32 * 4096**2
+    assert once == 8 * (11 * 4096 * 2048 + 5 * 32 * 4096**2) and twice - 2 * once == 8 * 2 * 5 * 32 * 4096**2
     assert cost.attention_bytes(8, 4096, 2048, 32, tiles=4) == once / 4 == cost.attention_bytes(2, 4096, 2048, 32)
 
 

@@ -1,7 +1,5 @@
 """The house's rules, as tests: imports go one way, files stay short, there is one index record and one kernel body."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect
@@ -266,20 +264,20 @@ def test_without_ptxsim_the_lab_says_how_to_get_it() -> None:
 
 
 CEILINGS = {
-    "blazeproto/*.py": 809,
-    "blazeproto/runtime/**/*.py": 1014,
-    "blazeproto/dispatch/**/*.py": 733,
+    "blazeproto/*.py": 859,
+    "blazeproto/runtime/**/*.py": 1068,
+    "blazeproto/dispatch/**/*.py": 735,
     "blazeproto/router/**/*.py": 2301,
-    "blazeproto/gemm/**/*.py": 2052,
-    "blazeproto/autograd/**/*.py": 1849,
-    "blazeproto/blocksparse/**/*.py": 586,
+    "blazeproto/gemm/**/*.py": 2134,
+    "blazeproto/autograd/**/*.py": 1878,
+    "blazeproto/blocksparse/**/*.py": 588,
     "blazeproto/distributed/**/*.py": 470,
     "blazeproto/integrations/**/*.py": 300,
-    "blazeproto/lab/**/*.py": 2843,
-    "ptxsim/*.py": 2900,
-    "scripts/**/*.py": 8120,
-    "tests/**/*.py ptxsim/tests/**/*.py": 22345,
-    "blazeproto/**/*.cu blazeproto/**/*.cuh": 4796,
+    "blazeproto/lab/**/*.py": 2920,
+    "ptxsim/*.py": 2936,
+    "scripts/**/*.py": 8282,
+    "tests/**/*.py ptxsim/tests/**/*.py": 22497,
+    "blazeproto/**/*.cu blazeproto/**/*.cuh": 5718,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in
 docs/decisions.md that says what was bought."""
@@ -344,7 +342,7 @@ def test_no_docstring_begins_with_of(folder: str) -> None:
 
 def test_one_kernel_body() -> None:
     """The mainloop is called in one place."""
-    calls = [path.name for path in (PACKAGE / "gemm/cuda").iterdir() if "multiply<" in path.read_text()]
+    calls = [path.name for path in (PACKAGE / "gemm/cuda").glob("*.cu*") if "multiply<" in path.read_text()]
     assert len(calls) == 1, calls
 
 

@@ -1,7 +1,5 @@
 """The Python of README and pages runs, with tiny models, and type-checks; commands have the options that pages give them."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import importlib.util

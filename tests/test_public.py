@@ -1,7 +1,5 @@
 """Every public name has a docstring that agrees with its signature and says what a user needs; the checker itself is checked."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

@@ -1,7 +1,5 @@
 """README's example runs, README and docs/ say what they must, and what they link to exists."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -27,9 +25,7 @@ def test_the_example_is_twelve_lines_and_runs(capsys: pytest.CaptureFixture[str]
     names: dict[str, object] = {}
     exec(compile(example, "README.md", "exec"), names)
     x = names["x"]
-    assert isinstance(x, torch.Tensor)
-    assert x.grad is not None
-    assert torch.isfinite(x.grad).all()
+    assert isinstance(x, torch.Tensor) and x.grad is not None and torch.isfinite(x.grad).all()
     assert "torch.Size([8, 128, 512])" in capsys.readouterr().out
 
 

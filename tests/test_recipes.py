@@ -5,8 +5,6 @@ A recipe begins with its name in bold. A block of code whose first line is a com
 "# afterwards" is a program that runs then, and a block of commands is run after that.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Modules can be executed again: by importlib.reload, as IPython's autoreload does, and after sys.modules has lost them."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

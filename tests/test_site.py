@@ -1,7 +1,5 @@
 """The site has every page and every public module, and links lead to files, there as in the repository. `make site` builds it."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

@@ -1,7 +1,5 @@
 """The site as it is built: what its HTML says of classes and examples, and how a browser lays it out."""
 
-from __future__ import annotations
-
 import html
 import importlib
 import inspect

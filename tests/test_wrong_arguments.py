@@ -6,8 +6,6 @@ classes. `sound_calls` has a call of each that runs, on NumPy arrays or CPU tens
 and `FREE` what an argument takes though it looks wrong. blazeproto.reference checks nothing: it is the tests' own oracle.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import re

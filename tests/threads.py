@@ -1,7 +1,5 @@
 """A fixture that a folder's conftest.py imports, to have it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

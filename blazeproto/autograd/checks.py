@@ -13,6 +13,7 @@ from blazeproto.autograd.options import Options
 from blazeproto.dispatch.structures import Dispatch
 from blazeproto.gemm.quantize import BLOCK
 from blazeproto.gemm.tiles import GATHERED_ELEMENTS
+from blazeproto.runtime.arch import ARCHES
 from blazeproto.runtime.checks import instance
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -78,12 +79,13 @@ def check_experts(
         beside = {"up_bias": up_bias, "down_bias": down_bias, "up_factors": up_factors, "down_factors": down_factors}
         _check_fp8((*up, down_proj), [name for name, given in beside.items() if given is not None], options)
     on_gpu, backend = device.type == "cuda", options.backend
-    if x.numel() >= GATHERED_ELEMENTS and (backend == "hopper" or (backend == "auto" and on_gpu)):
+    if x.numel() >= GATHERED_ELEMENTS and (backend in ARCHES or (backend == "auto" and on_gpu)):
         raise ValueError(
             f'x: expected fewer than {GATHERED_ELEMENTS} elements unless backend="torch", got {tuple(x.shape)}'
         )
-    if backend == "hopper" and not torch.compiler.is_compiling():  # traced, the operators raise the same
-        backend_on(backend, device, autocast_dtype(device.type) or x.dtype, num_experts, d_model, d_expert)
+    if backend in ARCHES and not torch.compiler.is_compiling():  # traced, the operators raise the same
+        dtype = autocast_dtype(device.type) or x.dtype
+        backend_on(backend, device, dtype, num_experts, d_model, d_expert, needs=options.needs)
 
 
 def check_dtype(dtype: object, name: str = "dtype") -> None:

@@ -44,7 +44,7 @@ from blazeproto.gemm.e4m3 import Quantized
 from blazeproto.gemm.quantize import OnStream
 from blazeproto.gemm.recipe import FP8
 from blazeproto.gemm.rows import LowRankTerm, shape_of
-from blazeproto.gemm.tiles import ALIGNMENT, FACTOR_GRADIENT, FACTOR_ROWS, TILES
+from blazeproto.gemm.tiles import ALIGNMENT, FACTORS
 from blazeproto.runtime.arrays import current_stream
 
 READS_ACT = False  # `down_backward_act` makes it in registers
@@ -76,7 +76,7 @@ def up_forward(step: BackendStep, x: Tensor | Quantized, h: Tensor | None, act: 
 
 
 def down_forward(step: BackendStep, act: Tensor, out: Tensor, *, overwrite_act: bool) -> None:
-    rows, (d_model, d_expert) = step.rows, shape_of(step.weight)[1:]
+    rows, widths = step.rows, shape_of(step.weight)[1:]
     act, (down_proj, transposed), scores = ready(act), _as_it_lies(step.weight), ready(step.scores)
     acts = _rows(act)
     bias = None if step.bias is None else ready(cast(step.bias, out.dtype))
@@ -85,12 +85,12 @@ def down_forward(step: BackendStep, act: Tensor, out: Tensor, *, overwrite_act: 
         fused.launch(acts, down_proj, scores, rows, transposed=transposed, bias=bias, out_f32=sums)
         out.copy_(sums)
         return
-    # Over act, where a tile has whole rows of both: it has read its part of act before it writes the same part of Y.
-    over_act = overwrite_act and d_model == d_expert <= TILES[linear.name_of(transposed)].tile_n and acts is act
     added = _low_rank(step.low, turned=transposed)
     # As if gated. In fp8 half of what bf16 has, so that Y leaves room for the weights' copies.
-    for columns in column_slices(rows.num_rows, d_model, 2 * _numbers(step.weight).nbytes):
-        y = act if over_act else out.new_empty(rows.num_rows, len(columns))
+    for columns in column_slices(rows.num_rows, widths[0], 2 * _numbers(step.weight).nbytes):
+        # Over act, where a tile has whole rows of both: it has read its part of act before it writes the same part of Y.
+        over = acts is act and linear.may_lie_over(None, transposed, widths, len(columns), rows.arch)
+        y = act if over and overwrite_act else out.new_empty(rows.num_rows, len(columns))
         linear.launch(acts, down_proj, rows, transposed=transposed, bias=bias, columns=columns, low=added, out=y)
         (step.add_up or launch_combine)(y, rows, scores=scores, columns=columns, out=out)
         del y  # before the next one is allocated
@@ -156,7 +156,7 @@ def low_rank_rows(
 ) -> Tensor:
     a, factor = ready(a), ready(factor)
     out = a.new_empty(rows.num_rows, factor.shape[2 if transposed else 1]) if out is None else out
-    linear.launch(a, factor, rows, gather=gather, transposed=transposed, out=out, config=FACTOR_ROWS)
+    linear.launch(a, factor, rows, gather=gather, transposed=transposed, out=out, config=FACTORS[rows.arch])
     return out
 
 
@@ -181,9 +181,9 @@ def weight_gradient(rows: Addresses, of: OuterSum) -> Tensor:
     # One product's gradient transposed is what the other makes.
     lying, transposed = (dw, of.transposed) if dw.is_contiguous() else (dw.mT, not of.transposed)
     product = weight.UP if transposed else weight.DOWN
-    options: dict[str, Any] = {"config": FACTOR_GRADIENT}
+    options: dict[str, Any] = {"config": FACTORS[rows.arch]}
     if not of.factor:
-        elements = weight.workspace_elements(product, rows.where, lying.shape)
+        elements = weight.workspace_elements(product, rows.where, lying.shape, None, rows.arch)
         options = {"workspace": dw.new_empty(elements, dtype=torch.float32) if elements else None}
     f32 = dw.dtype == torch.float32
     weight.launch(product, left, ordered, rows, dw=lying, gather=of.gather, f32=f32, accumulate=accumulate, **options)

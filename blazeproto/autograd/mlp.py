@@ -357,5 +357,5 @@ def quantize_weights(
         x = torch.empty(0, down_proj.shape[1], dtype=dtype, device=down_proj.device)
         options = Options(backend=backend, precision="fp8")
         check_experts(x, (gate_up_proj,), down_proj, *[None] * 4, num_experts=len(down_proj), options=options)
-        made = backend_on(backend, x.device, dtype, *down_proj.shape)
+        made = backend_on(backend, x.device, dtype, *down_proj.shape, needs=options.needs)
         return made_of(gate_up_proj, down_proj, dtype, made)

@@ -21,6 +21,7 @@ import torch
 from blazeproto.activations import activation_named
 from blazeproto.autograd.policy import SavePolicy
 from blazeproto.gemm.recipe import Recipe, name_of
+from blazeproto.runtime.arch import ARCHES
 from blazeproto.runtime.checks import boolean, integer, nearest
 
 Check = Callable[[str, Any], object]
@@ -72,8 +73,9 @@ class Options:
     backend: str = field(
         default="auto",
         metadata=_about(
-            partial(_one_of, ("auto", "hopper", "torch")),
-            '"hopper" (bf16 on compute capability 9.0), "torch" (any device) or "auto", which picks.',
+            partial(_one_of, ("auto", *ARCHES, "torch")),
+            """"hopper" (bf16 on compute capability 9.0), "ampere" (bf16 on 8.0 or later, combine="gather"), "torch" (any
+        device) or "auto", which picks.""",
         ),
     )
     combine: str = field(
@@ -162,6 +164,11 @@ class Options:
     def policy(self, *, trains_down: bool) -> str:
         """The save policy of a call. trains_down: whether a down weight or factor is trained, for which alone act is saved."""
         return "minimal" if self.save == SavePolicy.PAPER and not trains_down else f"{self.save}"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The extras that kernels must have for these options (`Arch.extras`)."""
+        return ("fp8",) * (self.precision != "bf16") + ("fused",) * (self.combine != "gather")
 
 
 _CHECKS = tuple((option.name, option.metadata["check"]) for option in fields(Options))

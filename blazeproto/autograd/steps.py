@@ -52,7 +52,7 @@ def steps_of(call: ExpertsCall, needs: Any = None, sums: Any = None, *, overwrit
     """The steps of each chunk. needs: which gradients are needed; None in forward, which checks kept records of weights.
     sums: where chunks' gradients are summed."""
     p, beside, dispatch, how = call
-    backend = backend_on(how.options.backend, p.x.device, p.x.dtype, *p.down_proj.shape)
+    backend = backend_on(how.options.backend, p.x.device, p.x.dtype, *p.down_proj.shape, needs=how.options.needs)
     for kept, weight in ((beside.up_kept, p.up_proj), (beside.down_kept, p.down_proj)):
         if kept is not None and needs is None:
             check_unchanged(kept, weight, copies=True)

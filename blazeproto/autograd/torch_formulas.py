@@ -6,9 +6,8 @@ float64, which that lacks, `_loop_mm` steps in. A CPU without instructions for b
 (`_multiplies`), several times as fast.
 
 Rows past the last (``expert_token_offsets[E]`` and beyond; sentinels and unused capacity leave them) hold whatever a grouped
-product left there. Nothing grouped reads them; what is gathered by pair is first cleaned by `_zero_past_last`. A pair
-without a row (-1) reads the very last row, which is then such a clean one: with as many rows as pairs, some row is left over, and
-with fewer (``row_capacity``) a row of zeros is appended.
+product left there. Nothing grouped reads them; a pair without a row (-1) reads the very last one, which
+`_clean` makes zero: with as many rows as pairs some row is left over, and with fewer (``row_capacity``) one of zeros is appended.
 """
 
 from functools import cache, cached_property
@@ -89,7 +88,7 @@ class Torch:
 
     def combine(self, values: Tensor, scores: Tensor | None = None) -> Tensor:
         """In float32 or better."""
-        rows, y = self.rows, self._zero_past_last(values)
+        rows, y = self.rows, self._clean(values)
         num_tokens, top_k = rows.num_tokens, rows.top_k
         if scores is not None:  # a score that multiplies nothing may be anything, NaN too
             scores = scores.reshape(-1, 1).masked_fill(rows.token_index_map[:, None] < 0, 0)
@@ -102,11 +101,13 @@ class Torch:
             row_of = rows.token_index_map.remainder(y.shape[0]).view(num_tokens, top_k)
             weights = None if scores is None else scores.view(num_tokens, top_k)
             return F.embedding_bag(row_of, _accumulation(y), mode="sum", per_sample_weights=weights)
-        out = torch.zeros(num_tokens, y.shape[1], dtype=_accumulation(y).dtype, device=y.device)
-        by_token = self._by_pair(y).view(num_tokens, top_k, y.shape[1])
-        for slot in range(top_k):
-            weight = 1 if scores is None else scores.view(num_tokens, top_k, 1)[:, slot]
-            out += by_token[:, slot] * weight
+        by_token, sums = self._by_pair(y).view(num_tokens, top_k, y.shape[1]), _accumulation(y[:0]).dtype
+        if scores is None:
+            return by_token.sum(dim=1, dtype=sums)
+        weights = scores.view(num_tokens, top_k, 1).to(sums)
+        out = by_token[:, 0] * weights[:, 0]
+        for slot in range(1, top_k):
+            out.addcmul_(by_token[:, slot], weights[:, slot])
         return out
 
     def dot(self, left: Tensor, right: Tensor) -> Tensor:
@@ -116,15 +117,16 @@ class Torch:
         return self.dot(rows, _accumulation(vectors.to(rows.dtype))[self._experts])
 
     def by_pair(self, values: Tensor) -> Tensor:
-        return self._by_pair(self._zero_past_last(values))[:, 0]
+        return self._by_pair(self._clean(values))[:, 0]
 
     def activate(self, h: Tensor, activation: str) -> Tensor:
         made: Tensor = activations.activate(_accumulation(h), activation)
         return made.to(h.dtype)
 
     def activate_backward(self, h: Tensor, d_act: Tensor, activation: str) -> Tensor:
-        made: Tensor = activations.activate_backward(_accumulation(h), _accumulation(d_act), activation)
-        return made.to(h.dtype)
+        wide = _accumulation(h), _accumulation(d_act)
+        made: Tensor = activations.activate_backward(*wide, activation, lambda half: half.to(h.dtype))
+        return made
 
     def stored(self, values: Tensor) -> Tensor:
         """As it is: rows are made in the dtype that they are stored in."""
@@ -146,21 +148,19 @@ class Torch:
         return torch.searchsorted(offsets[1:], index, right=True).clamp_max_(offsets.shape[0] - 2)
 
     def _by_pair(self, values: Tensor) -> Tensor:
-        """values (R, m) with clean rows past the last -> (P, m); zeros for a pair without a row."""
+        """values (R, m) with a clean last row -> (P, m); zeros for a pair without a row."""
         values = self._with_zero_row(values)
         row_of = self.rows.token_index_map.remainder(max(1, values.shape[0]))
         return values.index_select(0, row_of) if self.rows.num_pairs else values
 
     def _with_zero_row(self, values: Tensor) -> Tensor:
-        """values (R, m) with clean rows past the last -> the same, whose last row is zero if a pair has no row."""
+        """values (R, m) with a clean last row -> the same, whose last row is zero if a pair has no row."""
         return values if values.shape[0] == self.rows.num_pairs else F.pad(values, (0, 0, 0, 1))
 
-    def _zero_past_last(self, values: Tensor) -> Tensor:
-        """Zero the rows of ``values`` (R, m) that belong to no pair, in place. On a GPU without asking the host."""
-        if values.device.type == "cpu":
-            values[int(self.rows.expert_token_offsets[-1]) :] = 0
-            return values
-        return values.masked_fill_(self.rows.expert_pair_indices[:, None] < 0, 0)
+    def _clean(self, values: Tensor) -> Tensor:
+        """Zero the last row of ``values`` (R, m) in place, where no pair has it: what pairs without a row read."""
+        values[-1:].masked_fill_(self.rows.expert_pair_indices[-1:, None] < 0, 0)
+        return values
 
 
 def _accumulation(t: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ def _grouped_outer(a: Tensor, b: Tensor, offsets: Tensor, dtype: torch.dtype) ->
     else:
         padded_a, padded_b = F.pad(a, (0, _pad_of(m, a))), F.pad(b, (0, _pad_of(k, b)))
         out = F.grouped_mm(padded_a.t(), padded_b, offs=offsets[1:])[:, :m, :k].contiguous()
-    if out.device.type != "cpu":  # what a group of no rows gets there is nowhere promised
+    if not _empty_groups_are_zero(out.device):
         out.masked_fill_((offsets.diff() == 0)[:, None, None], 0)
     return out.to(dtype)
 
@@ -238,6 +238,13 @@ def _multiplies(device_type: str, dtype: torch.dtype) -> bool:
         return True
     asked = "_is_mkldnn_bf16_supported" if dtype == torch.bfloat16 else "_is_mkldnn_fp16_supported"
     return torch.backends.mkldnn.is_available() and bool(getattr(torch.ops.mkldnn, asked)())
+
+
+@cache
+def _empty_groups_are_zero(device: torch.device) -> bool:
+    """Whether grouped_mm makes zeros of a group without rows: on Hopper and on a CPU. On Blackwell it does not
+    (github.com/pytorch/pytorch/issues/172439), and no page of torch promises it."""
+    return device.type == "cpu" or (device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0))
 
 
 def _aligned(t: Tensor) -> bool:

@@ -80,6 +80,11 @@ class dMoE(PlainMoE):
         self.register_load_state_dict_pre_hook(_flattened)
         self.reset_parameters()
 
+    @property
+    def kernel_needs(self) -> tuple[str, ...]:
+        """As `blazeproto.MoE.kernel_needs`."""
+        return ("block-sparse",)
+
     def _down_shape(self) -> tuple[int, ...]:
         return sum(self.widths), self.d_model
 

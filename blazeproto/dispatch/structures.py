@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blazeproto.runtime import shown
+from blazeproto.runtime.arch import Arch, arch_on
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -102,6 +103,7 @@ class Addresses(NamedTuple):
     device: int  # CUDA ordinal
     stream: int  # raw cudaStream_t
     where: tuple[int, int, int]  # (num_rows, num_experts, device): a product keeps its plans by it
+    arch: Arch  # whose kernels are launched
     owner: Dispatch | None  # keeps the arrays alive
 
 
@@ -122,13 +124,16 @@ def addresses(dispatch: Dispatch, device: int, stream: int) -> Addresses:
         device,
         stream,
         (num_rows, num_experts, device),
+        arch_on(device),
         dispatch,
     )
 
 
 def addresses_of_rows(num_rows: int, offsets: int, device: int, stream: int) -> Addresses:
     """Those of rows that all belong to one matrix, which no product gathers.  offsets: where (0, num_rows) lies, int32."""
-    return Addresses((0, 0, 0), offsets, 0, 0, 0, num_rows, 0, 1, device, stream, (num_rows, 1, device), None)
+    return Addresses(
+        (0, 0, 0), offsets, 0, 0, 0, num_rows, 0, 1, device, stream, (num_rows, 1, device), arch_on(device), None
+    )
 
 
 @cache

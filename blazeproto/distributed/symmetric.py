@@ -168,8 +168,10 @@ class Symmetric(OverRanks):
             )
         if x.device != self.device:
             raise ValueError(f"x: expected on {self.device} as the dispatcher is, got {x.device}")
-        here = self.num_experts // self.ranks
-        if self.device.type == "cuda" and (lacks := missing_for_kernels(x.device, x.dtype, here, layout.d_model)):
+        here, needs = self.num_experts // self.ranks, ("symmetric",)
+        if self.device.type == "cuda" and (
+            lacks := missing_for_kernels(x.device, x.dtype, here, layout.d_model, needs=needs)
+        ):
             raise ValueError(f"x: expected what runs on the Hopper backend, which on a rank needs {lacks}")
 
 

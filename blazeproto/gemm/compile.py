@@ -25,7 +25,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -35,13 +35,14 @@ from blazeproto.gemm.cubin import start_with
 from blazeproto.gemm.nvrtc import Binary, CompileError
 from blazeproto.gemm.tiles import BF16, E4M3, Element
 from blazeproto.runtime import cache, driver
-from blazeproto.runtime.arch import HOPPER, Arch
+from blazeproto.runtime.arch import HOPPER, Arch, arch_of, capability_of
 from blazeproto.runtime.arrays import current_device
 from blazeproto.runtime.shown import Shown
 from blazeproto.runtime.target import Handle
 
 CUDA_SOURCES = Path(__file__).resolve().parent / "cuda"
 CACHE_FORMAT = "2"  # part of every key: raise it when `Binary`'s file layout changes
+JETSON = 87  # Orin, which runs no other GPU's code
 _INCLUDE = re.compile(
     r'^[ \t]*#[ \t]*include[ \t]*(?:"(?P<beside>[^"\n]+)"|<(?P<listed>[^>\n]+)>)[ \t]*(?P<rest>.*)$', re.MULTILINE
 )
@@ -226,8 +227,20 @@ class Kernel(driver.Loadable, Shown):
         return self.load(current_device() if device is None else device)
 
     def _code_for(self, device: int) -> tuple[bytes, str, int | None]:
-        """As `driver.Loadable._code_for`."""
-        return self.cubin, self.entry, self.dynamic_smem
+        """As `driver.Loadable._code_for`. A kernel whose architecture is not the GPU's serves every GPU: it is compiled for the
+        GPU's. Code for compute capability 8.0 runs on 8.6 and 8.9. Other GPUs get code of their own where NVRTC knows them, but
+        Hopper GPUs and newer ones get PTX, which the driver compiles. ValueError for what the GPU cannot run."""
+        capability = capability_of(device)
+        if not self.arch.runs_on(capability) and (own := arch_of(capability)) is not None:
+            try:
+                return replace(self, arch=own)._code_for(device)
+            except CompileError as error:
+                raise ValueError(f"{self.file}: expected a GPU of {self.arch.wanted}, got {capability}") from error
+        number, made = 10 * capability[0] + capability[1], self
+        shared = capability[0] == self.arch.least[0] and number != JETSON
+        if not shared and capability != HOPPER.least and number in nvrtc.targets():
+            made, shared = replace(self, arch=replace(self.arch, target=f"sm_{number}")), True
+        return made.cubin if shared else made.ptx.encode(), self.entry, self.dynamic_smem
 
     def handle(self, device: int) -> int | Handle:
         """The CUfunction on a device, as an address; loaded the first time."""

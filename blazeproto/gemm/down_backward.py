@@ -27,7 +27,7 @@ from blazeproto.gemm.product import (
 )
 from blazeproto.gemm.rows import address, element_of, h_box, low_maps, rank_of, rows_plan, scales, shape_of, words
 from blazeproto.gemm.specification import Specification, by_tile, low_rank
-from blazeproto.gemm.tiles import BM, CANDIDATES, E4M3, SLAB, TILES, TileConfig, chosen, chosen_for_any
+from blazeproto.gemm.tiles import BM, CANDIDATES, E4M3, SLAB, TILES, TileConfig, chosen, chosen_for_any, table_of
 from blazeproto.runtime import checks, driver
 
 
@@ -132,7 +132,7 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
     macros = activation_named(variant.activation).macros
     if variant.element is E4M3:
         return quantized_kernel("down_backward_fp8.cu", "down_backward_fp8", config, build, macros, arch=variant.arch)
-    config = config or TILES["down_backward_act"]
+    config = config or table_of(variant.arch)["down_backward_act"]
     # A stage holds gate, up and A' of 64 hidden units; dA' stays in the accumulators, beside which nothing can be deferred.
     fits = config.tile_n == 256 and not config.deferred
     checks.require(fits, "config", "tile_n=256 and deferred=False for down_backward_act", config)
@@ -195,9 +195,9 @@ def launch(
     low: added to dA'.  A quantized down_proj is the transpose."""
     if at.num_rows:
         element, widths = element_of(d_out), (shape_of(d_out)[1], shape_of(a_scaled)[1])
-        config = config or chosen("down_backward_act", at.num_rows, at.num_experts, *widths, element)
+        config = config or chosen("down_backward_act", at.num_rows, at.num_experts, *widths, element, at.arch)
         lies = transposed or element is E4M3
-        variant = Variant(True, lies, activation=activation, rank=rank_of(low), element=element)
+        variant = Variant(True, lies, activation=activation, rank=rank_of(low), element=element, arch=at.arch)
         plan = _plan(at.where, shape_of(down_proj), variant, config, build_of("down_backward_act"))
         dh_at, a_at = address(dh), address(a_scaled)
         addresses = words(
@@ -214,20 +214,18 @@ def launch(
     reduce.launch_reduce_scores_grad(workspace, d_scores, at)
 
 
+VARIANTS = (
+    *variants(activation=ACTIVATIONS),
+    *variants(activation=TRANSPOSED, transposed=[True]),
+    *variants(activation=TRANSPOSED, transposed=BOTH, rank=[16]),
+    *variants(rank=(32, 48, 64)),
+)
 DOWN_BACKWARD_ACT = Product(
     "down_backward_act",
     down_backward_act,
     SPEC,
     kernels=lambda: [
-        *(
-            kernel(None, variant)
-            for variant in (
-                *variants(activation=ACTIVATIONS),
-                *variants(activation=TRANSPOSED, transposed=[True]),
-                *variants(activation=TRANSPOSED, transposed=BOTH, rank=[16]),
-                *variants(rank=(32, 48, 64)),
-            )
-        ),
+        *(kernel(None, variant) for variant in VARIANTS),
         *map(kernel, CANDIDATES["down_backward_act"]),
         kernel(None, Variant(element=E4M3)),
     ],
@@ -235,8 +233,10 @@ DOWN_BACKWARD_ACT = Product(
         kernel(config, variant, build),
         reduce.kernel("reduce_scores_grad", 0, build.sources),
     ],
+    variants=VARIANTS,
     in_layer=lambda sizes, up, down: [
-        (sizes, config, down) for config in chosen_for_any("down_backward_act", sizes.d, sizes.n, down.element)
+        (sizes, config, down)
+        for config in chosen_for_any("down_backward_act", sizes.d, sizes.n, down.element, down.arch)
     ],
     tiles=lambda sizes: chosen("down_backward_act", sizes.rows, sizes.E, sizes.d, sizes.n),
     kernel=kernel,

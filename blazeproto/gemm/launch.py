@@ -111,7 +111,8 @@ class Params(NamedTuple):
 class Plan:
     """A kernel with one struct as its argument, for one shape on one device: all but the addresses.
 
-    boxes: of the struct's tensor maps; None for one that the kernel doesn't use.  numbers: the struct's ints.
+    boxes: of the struct's tensor maps; None for one that the kernel doesn't use.  numbers: the struct's ints. An architecture
+    without tensor maps gets a matrix in each one's place (cuda/ampere/mainloop.cuh): its address, then its strides.
     """
 
     def __init__(
@@ -135,6 +136,9 @@ class Plan:
         self.launch = (kernel.handle(device), (grid, 1), kernel.threads, kernel.dynamic_smem)
         self.encoded = False
         self.kernel, self.on_target = kernel, is_target(device)
+        if not kernel.arch.tensor_maps:
+            for offset, box in self.boxes.items():
+                pack_into(f"{len(box.strides)}q", self.template, offset + 8, *box.strides)
 
     def fill(
         self, map_addresses: Sequence[int], words: Sequence[int]
@@ -147,6 +151,9 @@ class Plan:
             return self._for_target(map_addresses, words)
         buffer, size = arguments.bytes, len(self.template)
         buffer[:size] = self.template
+        if not self.kernel.arch.tensor_maps:
+            self._pack(buffer, map_addresses, words)
+            return self.launch
         encode, replace = _tensor_maps()
         for (offset, box), address in zip(self.boxes.items(), map_addresses, strict=True):
             if self.encoded:
@@ -159,11 +166,20 @@ class Plan:
             self.encoded = True
         return self.launch
 
+    def _pack(self, struct: bytearray | memoryview, map_addresses: Sequence[int], words: Sequence[int]) -> None:
+        """Addresses into a struct that has, in the place of a tensor map, a matrix's address and strides."""
+        for offset, address in zip(self.boxes, map_addresses, strict=True):
+            pack_into("q", struct, offset, address)
+        self.words.pack_into(struct, self.words_offset, *words)
+
     def _for_target(
         self, map_addresses: Sequence[int], words: Sequence[int]
     ) -> tuple[Handle, tuple[int, int], int, int]:
         """As `fill`; the struct, and each tensor map as its box and address, go with the kernel's handle."""
         struct = self.template.copy()
+        if not self.kernel.arch.tensor_maps:
+            self._pack(struct, map_addresses, words)
+            return Handle(self.kernel, bytes(struct)), *self.launch[1:]
         self.words.pack_into(struct, self.words_offset, *words)
         boxes = {at: (box, address) for (at, box), address in zip(self.boxes.items(), map_addresses, strict=True)}
         return Handle(self.kernel, bytes(struct), boxes), *self.launch[1:]

@@ -39,13 +39,14 @@ from blazeproto.gemm.tiles import (
     E4M3,
     FACTOR_ROWS,
     SLAB,
-    TILES,
     WIDTHS,
     Element,
     TileConfig,
+    table_of,
     tiles_for,
 )
-from blazeproto.runtime import driver
+from blazeproto.runtime import checks, driver
+from blazeproto.runtime.arch import HOPPER, Arch, arch_on
 from blazeproto.runtime.arrays import columns_within
 
 
@@ -70,12 +71,13 @@ def _settle(given: Arguments, call: Mapping[str, Any], outputs: tuple[Array, ...
     (out,) = outputs
     transposed = out is _DX_ROWS or call.get("transposed", False)
     width, reduction = given.sizes[out.shape.split()[1]], given.views[out.over].shape[1]
+    checks.require(reduction or "r" not in given.sizes, "a", "at least one column beside low-rank factors", "none")
     columns = columns_within(call["columns"], width, given.multiple)
     if call["quantized"] and (columns.start % BLOCK or (columns.stop % BLOCK and columns.stop != width)):
         raise ValueError(f"columns: expected whole blocks of {BLOCK} with quantized operands, got {columns}")
-    count, tile = len(columns), tiles(call["config"], transposed, len(columns)).tile_n
-    whole_rows = not (call.get("gather") or call["quantized"]) and count == width == reduction <= tile
-    return (replace(out, shape=f"R {count}", over=out.over if whole_rows else ""),)
+    arch, in_order = arch_on(given.views[out.over].device), not (call.get("gather") or call["quantized"])
+    over = in_order and may_lie_over(call["config"], transposed, (width, reduction), len(columns), arch)
+    return (replace(out, shape=f"R {len(columns)}", over=out.over if over else ""),)
 
 
 GROUPED_MM = Specification(
@@ -204,9 +206,19 @@ def _checked_launch(spec: Specification, call: Mapping[str, Any], **options: Any
 # --- Kernels ---------------------------------------------------------------------------------------------------------------
 
 
-def tiles(config: TileConfig | None, transposed: bool, columns: int, element: Element = BF16) -> TileConfig:
+def tiles(
+    config: TileConfig | None, transposed: bool, columns: int, element: Element = BF16, arch: Arch = HOPPER
+) -> TileConfig:
     """``config``, or else the table's for this many columns."""
-    return config or tiles_for(name_of(transposed), columns, element)
+    return config or tiles_for(name_of(transposed), columns, element, arch)
+
+
+def may_lie_over(
+    config: TileConfig | None, transposed: bool, widths: tuple[int, ...], columns: int, arch: Arch
+) -> bool:
+    """Whether this many columns of the output may lie over the rows: a tile of the launch has whole rows of both.
+    widths: all columns of the output, and of the rows."""
+    return {*widths} == {columns} and columns <= tiles(config, transposed, columns, arch=arch).tile_n
 
 
 def name_of(transposed: bool) -> str:
@@ -228,7 +240,7 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
     return tiled_kernel(
         "linear.cu",
         "linear",
-        config or TILES[name_of(variant.transposed)],
+        config or table_of(variant.arch)[name_of(variant.transposed)],
         build,
         widths=WIDTHS,
         cluster_widths=(128, 256),
@@ -277,8 +289,8 @@ def launch(
     _, outer, inner = shape = shape_of(weights)
     first, count = (0, inner if transposed else outer) if columns is None else (columns.start, len(columns))
     element = element_of(a)
-    config = tiles(config, transposed, count, element)
-    variant = Variant(gather, transposed, bias is not None, rank=rank_of(low), element=element)
+    config = tiles(config, transposed, count, element, at.arch)
+    variant = Variant(gather, transposed, bias is not None, rank=rank_of(low), element=element, arch=at.arch)
     made = plan(at.where, shape, count, variant, config, build_of(name or name_of(transposed)))
     a_at, out_at = address(a), out.data_ptr()
     weights_at = address(weights) + element.bits // 8 * first * (1 if transposed else inner)
@@ -294,7 +306,7 @@ def _in_layer(sizes: Sizes, variant: Variant) -> list[tuple[Sizes, TileConfig, V
     widths, name = slice_widths(sizes.d), name_of(variant.transposed)
     return [
         (sizes, config, variant)
-        for config in dict.fromkeys(tiles_for(name, width, variant.element) for width in widths)
+        for config in dict.fromkeys(tiles_for(name, width, variant.element, variant.arch) for width in widths)
     ]
 
 
@@ -312,6 +324,7 @@ DOWN_FORWARD = Product(
             (None, Variant(element=E4M3)),
         )
     ],
+    variants=(*variants(gather=BOTH, transposed=BOTH, bias=BOTH), *variants(gather=BOTH, transposed=BOTH, rank=[16])),
     in_layer=lambda sizes, up, down: [] if down.fused else _in_layer(sizes, down),
     tiles=lambda sizes: tiles_for("down_forward", sizes.d),
     kernel=kernel,

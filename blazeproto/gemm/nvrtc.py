@@ -66,6 +66,15 @@ def version() -> tuple[int, int]:
     return major, minor
 
 
+@cache
+def targets() -> tuple[int, ...]:
+    """The compute capabilities that this NVRTC compiles for, times ten. CompileError as for `version`."""
+    version()
+    from cuda.bindings import nvrtc
+
+    return tuple(_check(nvrtc.nvrtcGetSupportedArchs()))
+
+
 def compile(file: str, options: Sequence[str]) -> Binary:
     """Compile the .cu at ``file`` in this process. ``options`` are NVRTC's, include folders among them."""
     from cuda.bindings import nvrtc

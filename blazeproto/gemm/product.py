@@ -20,9 +20,9 @@ from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.e4m3 import scales_shape
 from blazeproto.gemm.recipe import RECIPES, Recipe, name_of
 from blazeproto.gemm.specification import Specification
-from blazeproto.gemm.tiles import BF16, BK, DEVICE_CONSTANTS, E4M3, QUANTIZED, WARPGROUP, Element, TileConfig
+from blazeproto.gemm.tiles import BF16, BK, BM, DEVICE_CONSTANTS, E4M3, QUANTIZED, SLAB, WARPGROUP, Element, TileConfig
 from blazeproto.runtime import checks
-from blazeproto.runtime.arch import HOPPER, Arch
+from blazeproto.runtime.arch import AMPERE, HOPPER, Arch
 from blazeproto.runtime.arrays import ITEM_BYTES
 
 SHAPES = 1024  # whose plans are kept, of each product
@@ -163,6 +163,7 @@ class Product:
     parts: ``parts(sizes, config, variant, build)``: the kernels of one call, the main one first; None: its ``kernel`` alone.
     in_layer: ``in_layer(sizes, up, down)``: with which sizes, tiles and variants a layer calls it, whatever its number of tokens,
     whose up and down projections are such variants; None: no layer calls it.
+    variants: the ones of ``kernels`` with plain tiles, which other architectures' kernels have too.
     tiles: those that a call of these sizes takes.  variant: its own, but for what a caller asks for.
     options: the fields of `Variant` that a caller may ask for; of quantized operands the activation alone.
     phases: "forward", "backward": where every layer has it, in the order of the registry.
@@ -176,6 +177,7 @@ class Product:
     kernel: Callable[[TileConfig | None, Variant, Build], Kernel] | None = None
     parts: Callable[[Sizes, Any, Variant, Build], list[Kernel]] | None = None
     in_layer: Callable[[Sizes, Variant, Variant], Iterable[tuple[Sizes, Any, Variant]]] | None = None
+    variants: tuple[Variant, ...] = ()
     tiles: Callable[[Sizes], TileConfig] | None = None
     variant: Variant = PLAIN
     options: tuple[str, ...] = ()
@@ -247,13 +249,15 @@ def tiled_kernel(
     arch: Arch = HOPPER,
     **macros: int | str,
 ) -> Kernel:
-    """A kernel on top of mainloop.cuh: the same object for the same arguments.
+    """A kernel on top of its architecture's mainloop.cuh: the same object for the same arguments.
 
     tails: whether it may have `tickets` and `few_rows`.  widths: the columns that its tiles may have.  cluster_widths: those that
     they may have in clusters of two. ValueError for a config of others.
     epilogue_warpgroups: 1 for a fourth warpgroup, which does the epilogue.
     low_rank: LOW_RANK of mainloop.cuh.
     """
+    if arch is AMPERE:
+        return _kernel_of_ampere(file, entry, config, build, tuple((macros | {"LOW_RANK": low_rank > 0}).items()))
     alone, narrow = config.cluster == 1, config.tile_n == 64
     or_wide = "".join(f" or tile_n={width}" for width in cluster_widths)
     for holds, expected in (
@@ -282,6 +286,22 @@ def tiled_kernel(
     threads, start_registers = (4 * WARPGROUP, 128) if epilogue_warpgroups else (3 * WARPGROUP, None)
     options = tuple(f"-D{macro}" for macro in build.debug)
     return Kernel(file, entry, macros, arch.smem_limit, threads, start_registers, options, build.sources, arch)
+
+
+@cache
+def _kernel_of_ampere(
+    file: str, entry: str, config: TileConfig, build: Build, macros: tuple[tuple[str, int | str], ...]
+) -> Kernel:
+    """A warp multiplies WARP_ROWS, of ``macros`` or 64, by 64 of a tile (cuda/ampere/mainloop.cuh)."""
+    plain = TileConfig(tile_n=config.tile_n, stages=2, deferred=False)
+    fits = config == plain and config.tile_n in (128, 256)
+    checks.require(fits, "config", "tile_n=128 or 256, stages=2, deferred=False and no other option on ampere", config)
+    sizes = {"BN": config.tile_n, "STAGES": config.stages, "WARP_ROWS": 64}
+    defines = {**sizes, **dict(macros), "SMEM_LIMIT": AMPERE.smem_limit, **DEVICE_CONSTANTS}
+    threads = 32 * (BM // int(defines["WARP_ROWS"])) * (config.tile_n // SLAB)
+    options = tuple(f"-D{macro}" for macro in build.debug)
+    path = f"{AMPERE.folder}/{file}"
+    return Kernel(path, entry, defines, AMPERE.smem_limit, threads, None, options, build.sources, AMPERE)
 
 
 def quantized_kernel(

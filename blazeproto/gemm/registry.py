@@ -12,7 +12,7 @@ from blazeproto.gemm.dsd import DDS, DSD
 from blazeproto.gemm.e4m3 import BLOCK
 from blazeproto.gemm.fused import DOWN_FORWARD_FUSED, UP_BACKWARD_ACT_FUSED
 from blazeproto.gemm.linear import DOWN_FORWARD, GROUPED_MM, UP_BACKWARD_ACT, grouped_mm
-from blazeproto.gemm.product import BOTH, Build, Sizes, Variant, variants
+from blazeproto.gemm.product import BOTH, PACKAGE, Build, Product, Sizes, Variant, variants
 from blazeproto.gemm.recipe import RECIPES, Recipe, name_of
 from blazeproto.gemm.reduce import BIAS_SCORE_GRAD, EXPERT_ROW_SUM
 from blazeproto.gemm.sdd import SDD
@@ -20,7 +20,7 @@ from blazeproto.gemm.tiles import BF16, CANDIDATES, CHUNK, E4M3, MAX_EXPERTS, QU
 from blazeproto.gemm.up import UP_FORWARD
 from blazeproto.gemm.weight import DOWN_BACKWARD_WEIGHT, UP_BACKWARD_WEIGHT
 from blazeproto.runtime import checks, optional
-from blazeproto.runtime.arch import arch_of, capability_of
+from blazeproto.runtime.arch import AMPERE, ARCHES, HOPPER, arch_of, arch_on, capability_of
 
 PRODUCTS = {
     entry.name: entry
@@ -93,13 +93,18 @@ def candidates(name: str, precision: str | Recipe = "bf16") -> list[TileConfig]:
 def kernels_by_use() -> dict[Kernel, str]:
     """Every kernel that the layers of tests and benchmarks reach, and every candidate of the tuner, once; not yet compiled. By
     kernel the first product that has it, or what else it is for."""
-    of_products = {name: entry.kernels() for name, entry in (PRODUCTS | BLOCK_PRODUCTS).items()}
+    of_products = {name: [*entry.kernels(), *_of_ampere(entry)] for name, entry in (PRODUCTS | BLOCK_PRODUCTS).items()}
     uses = of_products | {"router's logits": logits.kernels(), "quantize": quantize.kernels()}
     found: dict[Kernel, str] = {}
     for name, kernels in uses.items():
         for kernel in kernels:
             found.setdefault(kernel, name)
     return found
+
+
+def _of_ampere(entry: Product) -> list[Kernel]:
+    variants = [variant._replace(arch=AMPERE) for variant in entry.variants]
+    return [entry.kernel(None, variant, PACKAGE) for variant in variants if entry.kernel]
 
 
 def all_kernels() -> list[Kernel]:
@@ -134,6 +139,7 @@ def prepare(
     f32_weight_grads: bool = False,
     transposed: bool = False,
     precision: str | Recipe = "bf16",
+    backend: str = "auto",
     device: int | None = None,
     jobs: int | None = None,
 ) -> list[Kernel]:
@@ -148,6 +154,7 @@ def prepare(
     `combine`.  f32_weight_grads: whether weight gradients are fp32 (as they are in chunks).
     transposed: whether the weights are (E, d, G n) and (E, n, d), as in gpt-oss.
     precision: as in `moe_mlp`; "fp8": the kernels of quantized operands too.
+    backend: whose kernels: "hopper", "ampere" or "auto", the GPU's, without a GPU Hopper's.
     device: CUDA ordinal; default: CuPy's current device if that runs the kernels, else nothing is loaded.
     jobs: compilers that run at a time, in processes of their own; default: one a core.
 
@@ -168,13 +175,20 @@ def prepare(
     for name, flag in (flags | {"f32_weight_grads": f32_weight_grads, "transposed": transposed}).items():
         checks.boolean(name, flag)
     sizes = Sizes(0, d_model, d_expert, num_experts, top_k or 0)
-    up = Variant(False, transposed, up_bias, activation, fused=fused_backward, f32=f32_weight_grads)
+    checks.one_of("backend", backend, ("auto", *ARCHES))
+    device = _current_device() if device is None else device
+    own = HOPPER if device is None else arch_on(device)
+    arch = own if backend == "auto" else ARCHES[backend]
+    needs = ["fp8"] * bool(RECIPES[name_of(precision)].element.scales) + ["fused"] * (fused or fused_backward)
+    checks.require({*needs} <= {*arch.extras}, "backend", f"one with kernels for {' and '.join(needs)}", arch.name)
+    if backend != "auto" and device is not None:
+        checks.require(arch.runs_on(capability_of(device)), "backend", f"one for this GPU ({arch.wanted})", arch.name)
+    up = Variant(False, transposed, up_bias, activation, fused=fused_backward, f32=f32_weight_grads, arch=arch)
     down = up._replace(bias=down_bias, fused=fused)
     wanted = dict.fromkeys(kernel for entry in PRODUCTS.values() for kernel in entry.for_layer(sizes, up, down))
     if RECIPES[name_of(precision)].element.scales:
         wanted |= dict.fromkeys((*quantize.kernels(), *quantized_kernels(activation)))
     made = compile_many(wanted, jobs)
-    device = _current_device() if device is None else device
     if device is not None:
         for kernel in made:
             kernel.handle(device)

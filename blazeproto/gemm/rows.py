@@ -13,7 +13,7 @@ from blazeproto.gemm.tiles import BF16, BK, BM, E4M3, SLAB, Element, TileConfig
 
 ROWS_PARAMS = Params(
     "RowsParams",
-    "tiles.cuh",
+    "params.cuh",
     maps=("a", "b", "h", "out0", "out1", "low_rows", "low_weights"),
     words=(
         "source",

@@ -1,15 +1,19 @@
 """The tiles of each product, in one table, and the constants that host and device code share.
 
 Chosen on an H200; docs/kernels.md tells why the winners won. `python -m scripts.bench.products --tune` times them all again.
+`python -m blazeproto tune` times ampere's on a user's GPU; the winners take effect there when `table_of` is first asked for
+ampere's tiles.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import log2
 from typing import Any
 
 from blazeproto.gemm.tuned import MEASURED
-from blazeproto.runtime.arch import HOPPER, Arch
+from blazeproto.runtime import notes, optional
+from blazeproto.runtime.arch import AMPERE, HOPPER, Arch
 from blazeproto.runtime.shown import Shown
 
 
@@ -111,7 +115,12 @@ PLAIN = {
 QUANTIZED = TileConfig(deferred=False)  # of quantized operands, whose sums leave no registers for what is deferred
 TILES = HOPPER.tiles
 TILES.update(PLAIN)
+OF_AMPERE = {width: TileConfig(tile_n=width, stages=2, deferred=False) for width in (256, 128)}
+"""Ampere's tiles by their columns, the plain ones first."""
+AMPERE.tiles.update(dict.fromkeys(PLAIN, OF_AMPERE[256]))
 """Launches look here each time: a changed entry holds from the next call on, for layers of any sizes."""
+TUNED = tuple(product for product in PLAIN if product != "down_backward_act")
+"""Products whose tiles `tune` chooses on ampere. down_backward_act has tiles of 256 columns alone."""
 
 # Products that take narrower tiles where those of the table would leave many columns idle: of 2880 columns, 15 tiles of 192
 # leave none, 12 of 256 a sixteenth. Elsewhere wide tiles win, since they read rows fewer times.
@@ -121,7 +130,24 @@ WORTH_NARROWING = 1 / 32  # of all columns that tiles cover
 
 def tiles_for(product: str, columns: int, element: Element = BF16, arch: Arch = HOPPER) -> TileConfig:
     """Tiles for this many columns of the output."""
-    return QUANTIZED if element.scales else _narrowed(product, columns, arch.tiles[product])
+    if arch is not HOPPER:
+        config = table_of(arch)[product]
+        # An output of at most 256 columns may lie over the rows that it is made of: one tile has to make them all.
+        return OF_AMPERE[256] if config is OF_AMPERE[128] and product in NARROW and columns <= 256 else config
+    return QUANTIZED if element.scales else _narrowed(product, columns, table_of(arch)[product])
+
+
+@cache
+def table_of(arch: Arch) -> dict[str, TileConfig]:
+    """``arch.tiles``, as launches read it. The first call for ampere reads the tiles that `tune` noted for the current GPU; an
+    entry that was changed before stays."""
+    if arch is AMPERE:
+        with suppress(ImportError, RuntimeError):  # no CuPy, no driver, no GPU
+            runtime = optional.cupy().cuda.runtime
+            gpu = runtime.getDeviceProperties(runtime.getDevice())["name"].decode(errors="replace")
+            widths = {k: w for k, w in notes.noted("tiles", gpu).items() if k in TUNED and w in (*OF_AMPERE,)}
+            arch.tiles.update({k: OF_AMPERE[w] for k, w in widths.items() if arch.tiles[k] is OF_AMPERE[256]})
+    return arch.tiles
 
 
 @lru_cache(maxsize=256)
@@ -134,6 +160,7 @@ def _narrowed(product: str, columns: int, wide: TileConfig) -> TileConfig:
 # Of products with low-rank factors, whose narrow side is a few columns: the narrowest tiles, and a deep ring, since the bytes of
 # the wide side bound them.
 FACTOR_ROWS = FACTOR_GRADIENT = TileConfig(tile_n=64, stages=8)
+FACTORS = {HOPPER: FACTOR_ROWS, AMPERE: TileConfig(tile_n=128, stages=2, deferred=False)}
 
 CHOSEN = ("up_forward", "down_backward_act")  # products whose tiles `tuned.MEASURED` chooses
 STEPS = 4  # an octave of an expert's rows has, in the table's eyes
@@ -146,8 +173,8 @@ def chosen(
     """The tiles of up_forward or down_backward_act: the nearest measured layer's, or a user's entry in ``arch.tiles``."""
     if element.scales:
         return QUANTIZED
-    config, octaves = arch.tiles[product], log2(max(num_rows, 1) / num_experts)
-    if config is not PLAIN[product]:
+    config, octaves = table_of(arch)[product], log2(max(num_rows, 1) / num_experts)
+    if config is not PLAIN[product]:  # a user's, or of an architecture that has no table of measured tiles
         return config
     return _nearest(product, round(STEPS * min(max(octaves, FEW), MANY)), d, n, arch.name)
 
@@ -167,8 +194,8 @@ def _nearest(product: str, step: int, d: int, n: int, arch: str) -> TileConfig:
 
 def chosen_for_any(product: str, d: int, n: int, element: Element = BF16, arch: Arch = HOPPER) -> list[TileConfig]:
     """Every tiles that `chosen` may give, whatever the number of rows."""
-    if element.scales or arch.tiles[product] is not PLAIN[product]:
-        return [QUANTIZED if element.scales else arch.tiles[product]]
+    if element.scales or table_of(arch)[product] is not PLAIN[product]:
+        return [QUANTIZED if element.scales else table_of(arch)[product]]
     steps = range(STEPS * FEW, STEPS * MANY + 1)
     return [*dict.fromkeys(_nearest(product, step, d, n, arch.name) for step in steps)]
 

@@ -25,7 +25,7 @@ from blazeproto.gemm.product import (
 )
 from blazeproto.gemm.rows import address, element_of, h_box, low_maps, rank_of, rows_plan, scales, shape_of, words
 from blazeproto.gemm.specification import Specification, low_rank
-from blazeproto.gemm.tiles import BM, CANDIDATES, E4M3, SLAB, TILES, TileConfig, chosen, chosen_for_any
+from blazeproto.gemm.tiles import BM, CANDIDATES, E4M3, SLAB, TileConfig, chosen, chosen_for_any, table_of
 from blazeproto.runtime import driver
 
 
@@ -98,7 +98,7 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
     macros = activation_named(variant.activation).macros
     if variant.element is E4M3:
         return quantized_kernel("up_fp8.cu", "up_forward_fp8", config, build, macros, arch=variant.arch)
-    config = config or TILES["up_forward"]
+    config = config or table_of(variant.arch)["up_forward"]
     return tiled_kernel(
         "up.cu",
         "up_forward",
@@ -159,8 +159,8 @@ def launch(
         return
     element = element_of(x)
     if config is None:
-        config = chosen("up_forward", at.num_rows, at.num_experts, shape_of(x)[1], shape_of(act)[1], element)
-    variant = Variant(True, transposed, bias is not None, activation, rank_of(low), element=element)
+        config = chosen("up_forward", at.num_rows, at.num_experts, shape_of(x)[1], shape_of(act)[1], element, at.arch)
+    variant = Variant(True, transposed, bias is not None, activation, rank_of(low), element=element, arch=at.arch)
     plan = _plan(at.where, shape_of(up_proj), variant, config, build_of("up_forward"))
     h_at, act_at = address(h), address(act)
     filled = plan.fill(
@@ -171,25 +171,24 @@ def launch(
     driver.launch(*filled, at.stream)
 
 
+VARIANTS = (
+    *variants(activation=ACTIVATIONS, bias=BOTH),
+    *variants(activation=TRANSPOSED, transposed=[True], bias=BOTH),
+    *variants(activation=TRANSPOSED, transposed=BOTH, rank=[16]),
+    *variants(rank=(32, 48, 64)),
+)
 UP_FORWARD = Product(
     "up_forward",
     up_forward,
     SPEC,
     kernels=lambda: [
-        *(
-            kernel(None, variant)
-            for variant in (
-                *variants(activation=ACTIVATIONS, bias=BOTH),
-                *variants(activation=TRANSPOSED, transposed=[True], bias=BOTH),
-                *variants(activation=TRANSPOSED, transposed=BOTH, rank=[16]),
-                *variants(rank=(32, 48, 64)),
-            )
-        ),
+        *(kernel(None, variant) for variant in VARIANTS),
         *map(kernel, CANDIDATES["up_forward"]),
         kernel(None, Variant(element=E4M3)),
     ],
+    variants=VARIANTS,
     in_layer=lambda sizes, up, down: [
-        (sizes, config, up) for config in chosen_for_any("up_forward", sizes.d, sizes.n, up.element)
+        (sizes, config, up) for config in chosen_for_any("up_forward", sizes.d, sizes.n, up.element, up.arch)
     ],
     tiles=lambda sizes: chosen("up_forward", sizes.rows, sizes.E, sizes.d, sizes.n),
     kernel=kernel,

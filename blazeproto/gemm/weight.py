@@ -45,9 +45,11 @@ from blazeproto.gemm.tiles import (
     TILES,
     WARPGROUP,
     TileConfig,
+    table_of,
     tiles_for,
 )
 from blazeproto.runtime import checks, driver
+from blazeproto.runtime.arch import HOPPER, Arch, arch_on
 from blazeproto.runtime.arrays import current_device, view
 from blazeproto.runtime.libraries import in_host_memory
 
@@ -61,7 +63,7 @@ SUM_THREADS = 2 * WARPGROUP  # of such a block: as many as weight.cu has consume
 
 WEIGHT_PARAMS = Params(
     "WeightParams",
-    "weight_schedule.cuh",
+    "params.cuh",
     maps=("ordered", "in_order", "out"),
     words=(
         "gathered_rows",
@@ -93,7 +95,7 @@ def _workspace(name: str, shape: str, letters: Mapping[str, int], config: TileCo
     if letters.get("quantized"):
         return ()
     where, dw = (letters["R"], letters["E"], current_device()), tuple(letters[letter] for letter in shape.split())
-    elements = workspace_elements(name, where, dw, config)
+    elements = workspace_elements(name, where, dw, config, arch_on(where[2]))
     return (elements,) if elements else ()
 
 
@@ -200,7 +202,7 @@ def weight_workspace(product: str, dw: Any, dispatch: Dispatch, config: TileConf
     if in_host_memory(dw):
         return 0
     shape, where = view(dw, "dw").shape, (dispatch.num_rows, dispatch.num_experts, current_device())
-    return workspace_elements(product, where, shape, config)
+    return workspace_elements(product, where, shape, config, arch_on(where[2]))
 
 
 # --- Kernels ---------------------------------------------------------------------------------------------------------------
@@ -210,7 +212,7 @@ def kernel(config: TileConfig | None = None, variant: Variant = GATHERED, build:
     """variant: transposed, f32, gather, element."""
     if variant.element is E4M3:
         return weight_fp8.kernel(config, variant, build)
-    config = config or TILES[UP if variant.transposed else DOWN]
+    config = config or table_of(variant.arch)[UP if variant.transposed else DOWN]
     macros = {"GATHER": variant.gather, "TRANSPOSED": variant.transposed, "OUT_F32": variant.f32}
     options: dict[str, Any] = {"cluster_widths": (128, 256), "widths": (64, 128, 256), "arch": variant.arch}
     return tiled_kernel("weight.cu", "weight_gradient", config, build, **options, **macros)
@@ -263,11 +265,15 @@ def _units(name: str, where: tuple[int, int, int], shape: tuple[int, ...], confi
 
 
 def workspace_elements(
-    name: str, where: tuple[int, int, int], shape: tuple[int, ...], config: TileConfig | None = None
+    name: str,
+    where: tuple[int, int, int],
+    shape: tuple[int, ...],
+    config: TileConfig | None = None,
+    arch: Arch = HOPPER,
 ) -> int:
-    """`weight_workspace` by (rows, experts, device) and the gradient's shape."""
-    config = config or TILES[name]
-    units = _units(name, where, shape, config)
+    """`weight_workspace` by (rows, experts, device) and the gradient's shape. 0 but for Hopper's kernels: others cut no sums."""
+    config = config or table_of(arch)[name]
+    units = _units(name, where, shape, config) if arch is HOPPER else 0
     return (_partials_offset(units) + units * _unit_bytes(config)) // 4
 
 
@@ -319,10 +325,9 @@ def launch(
 ) -> None:
     """Either product (``name``) of arrays that have been checked. rows: the gathered operand, or, with gather False, in order.
     f32: whether dw is.  workspace: None makes every tile whole."""
-    config = config or TILES[name]
-    units = 0 if workspace is None else _units(name, at.where, dw.shape, config)
-    variant = Variant(gather, name == UP, f32=f32)
-    build = build_of(name)
+    config = config or table_of(at.arch)[name]
+    units = 0 if workspace is None or at.arch is not HOPPER else _units(name, at.where, dw.shape, config)
+    variant, build = Variant(gather, name == UP, f32=f32, arch=at.arch), build_of(name)
     gradient, summing, sum_grid, numbers = _plan(at.where, dw.shape, accumulate, units, variant, config, build)
     rows_at, ordered_at, dw_at = rows.data_ptr(), ordered.data_ptr(), dw.data_ptr()
     unfinished = workspace.data_ptr() if units else 0
@@ -358,9 +363,14 @@ def _product(name: str, run: Callable[..., Any], spec: Specification) -> Product
         run,
         spec,
         kernels=lambda: _kernels(name),
+        variants=tuple(variants(gather=BOTH, transposed=[name == UP], f32=BOTH)),
         parts=_parts,
         in_layer=lambda sizes, up, down: [
-            (sizes, tiles_for(name, sizes.d, up.element), Variant(True, name == UP, f32=down.f32, element=up.element))
+            (
+                sizes,
+                tiles_for(name, sizes.d, up.element, up.arch),
+                Variant(True, name == UP, f32=down.f32, element=up.element, arch=up.arch),
+            )
         ],
         tiles=lambda sizes: TILES[name],
         kernel=kernel,

@@ -75,22 +75,22 @@ def _local(name: str, weight: Tensor) -> Tensor:
 class Experts(GroupedExperts):
     """torchtitan's ``GroupedExperts`` on `grouped_experts`. MoEBlaze §2.1.
 
-    config: its sizes, and ``save``. ValueError for a policy that does not exist, and for a class that is derived of this one, as
-    torchtitan's quantisation makes them: it would not be quantised.
+    config: its sizes, ``save`` and ``backend``. ValueError for a policy or a backend that does not exist, and for a class that is
+    derived of this one, as torchtitan's quantisation makes them: it would not be quantised.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
-        """Sizes, initialisation and sharding as torchtitan has them; save: a name of `SavePolicy`."""
+        """Sizes, initialisation and sharding as torchtitan has them; save: a name of `SavePolicy`.  backend: as in `moe_mlp`."""
 
         save: str = "minimal"
+        backend: str = "auto"
 
     def __init__(self, config: Config) -> None:
         if type(self) is not Experts:
             _refuse(type(self).__name__)
-        Options(save=config.save)
         super().__init__(config)
-        self.save = config.save
+        self.options = Options(save=config.save, backend=config.backend)
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """The experts' output, row by row; computed in bfloat16, as torchtitan does.
@@ -108,21 +108,24 @@ class Experts(GroupedExperts):
         if spmd.is_type_checking():
             raise ValueError("debug.spmd_typechecking: expected False with blazeproto's experts, got True")
         w1, w3, w2 = (_local(name, getattr(self, name)) for name in ("w1_EFD", "w3_EFD", "w2_EDF"))
-        return grouped_experts(x_RD.bfloat16(), (w1, w3), w2, num_tokens_per_expert_E, save=self.save).type_as(x_RD)
+        return grouped_experts(x_RD.bfloat16(), (w1, w3), w2, num_tokens_per_expert_E, options=self.options).type_as(
+            x_RD
+        )
 
 
 @override(target=GroupedExperts.Config, description="blazeproto's kernels for routed experts")
-def experts(cfg: GroupedExperts.Config, *, save: str = "minimal") -> Experts.Config:
+def experts(cfg: GroupedExperts.Config, *, save: str = "minimal", backend: str = "auto") -> Experts.Config:
     """The override: what ``--override.imports blazeproto.integrations.torchtitan.experts`` names.
 
     cfg: torchtitan's configuration of the experts.
     save: what is kept for backward, see `SavePolicy`; on the command line
         ``'blazeproto.integrations.torchtitan.experts={"save": "recompute"}'``.
+    backend: as in `moe_mlp`: "hopper" or "ampere" names the kernels.
 
     Returns the configuration of `Experts` of the same sizes. ValueError for experts that are not torchtitan's plain ones, by
-    name (`REFUSED`), and for a policy that does not exist.
+    name (`REFUSED`), and for a policy or a backend that does not exist.
     """
     if type(cfg) is not GroupedExperts.Config:
         _refuse(getattr(type(cfg)._owner, "__name__", type(cfg).__qualname__))
-    Options(save=save)
-    return derive(cfg, Experts.Config, save=save)
+    Options(save=save, backend=backend)
+    return derive(cfg, Experts.Config, save=save, backend=backend)

@@ -207,8 +207,8 @@ def experts_forward(
 ) -> Tensor:
     """out_t = sum_k S_tk MLP_e(t,k)(x_t), by the weights of an experts module of transformers. MoEBlaze §2.1.
 
-    bfloat16 on compute capability 9.0 runs on the kernels, every other dtype and device on plain torch operations (`moe_mlp`'s
-    ``backend="auto"``). Outside autocast tokens are cast to the weights' dtype, as ``grouped_mm`` does.
+    bfloat16 on compute capability 8.0 or later runs on the kernels, every other dtype and device on plain torch operations
+    (`moe_mlp`'s ``backend="auto"``). Outside autocast tokens are cast to the weights' dtype, as ``grouped_mm`` does.
 
     Args:
         experts: a module with the decorator ``use_experts_implementation``; its weights are of one dtype.

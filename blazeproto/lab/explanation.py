@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from blazeproto.activations import activation_named
-from blazeproto.autograd.backends import missing_for_kernels
 from blazeproto.autograd.checks import check_dense, check_weights
 from blazeproto.autograd.chunks import num_chunks
 from blazeproto.autograd.operators import autocast_dtype
@@ -135,14 +134,7 @@ def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: 
     dtype = x.dtype if x.dtype == torch.float64 else autocast_dtype(x.device.type) or x.dtype
     call = _call_of(layer, tokens, routing, dtype, _wanted(layer, x))
     steps = steps_of(call)
-    sizes = (layer.num_experts, layer.d_model, layer.d_expert)
-    if (
-        measure
-        and not call.in_fp8
-        and layer.backend != "torch"
-        and len(tokens)
-        and missing_for_kernels(x.device, dtype, *sizes) is None
-    ):
+    if measure and not call.in_fp8 and len(tokens) and layer.runs_on(dtype) == "hopper":
         found = measured(layer, tokens.to(dtype).contiguous(), routing, call)
         steps = [replace(step, ms=found.get((step.phase, step.name))) for step in steps]
     T, d, n, E, K, _ = call.sizes

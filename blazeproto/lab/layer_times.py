@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from blazeproto.autograd.backends import missing_for_kernels
 from blazeproto.gemm import Sizes
 from blazeproto.lab.explanation import explain
 from blazeproto.lab.tables import Table, View, in_bytes, in_ms
@@ -60,7 +59,7 @@ def layer_times(sizes: Sizes, rounds: int = COLD_ROUNDS) -> LayerTimes:
             f"T,d,n,E,K: expected sizes that fit in {in_bytes(memory)} of memory, got ones that need at least {in_bytes(least)}"
         )
     layer = MoE(sizes.d, sizes.n, sizes.E, sizes.K, device=device, dtype=dtype)
-    hopper = missing_for_kernels(device, dtype, sizes.E, sizes.d, sizes.n) is None
+    backend = layer.runs_on(dtype).partition(":")[0]
     x = torch.randn(sizes.T, sizes.d, device=device, dtype=dtype, requires_grad=True)
     d_out = torch.randn_like(x)
     wanted = [x, *layer.parameters()]
@@ -74,14 +73,14 @@ def layer_times(sizes: Sizes, rounds: int = COLD_ROUNDS) -> LayerTimes:
         assert isinstance(loss, torch.Tensor)
         return torch.autograd.grad((out, loss), wanted, (d_out, torch.ones_like(loss)))
 
-    if hopper:
+    if backend != "torch":
         layer.prepare(sizes.T)
     clock = cold_ms if device.type == "cuda" else wall_ms
-    floors = explain(layer, x, measure=False) if hopper else None
+    floors = explain(layer, x, measure=False) if backend == "hopper" else None
     return LayerTimes(
         sizes,
         torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads",
-        "hopper" if hopper else "torch",
+        backend,
         str(dtype).removeprefix("torch."),
         clock(forward, rounds),
         clock(both, rounds),

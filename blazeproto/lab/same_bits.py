@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from blazeproto import gemm
-from blazeproto.gemm import TILES
+from blazeproto.gemm.linear import may_lie_over
 from blazeproto.lab.calls import Case
 from blazeproto.lab.oracle import pad_rows
+from blazeproto.runtime.arch import arch_on
 
 
 def wrong_in_order(case: Case, given: Mapping[str, Tensor], result: Mapping[str, Tensor]) -> list[str]:
@@ -59,7 +60,7 @@ def wrong_in_place(case: Case, given: Mapping[str, Tensor], result: Mapping[str,
     }
     if case.down_bias is None:  # of which d_scores has a share, added later
         made["d_scores, with dh over h"] = others["d_scores"]
-    if d == n <= TILES["down_forward"].tile_n:
+    if may_lie_over(None, False, (d, n), d, arch_on(act.get_device())):
         made["y, over act"] = y(y=act)
     lines = [
         f"{name}: not what it is elsewhere and whole"

@@ -262,7 +262,7 @@ class Workbench:
             steps = target.STEPS_A_BYTE * self.entry.least_bytes(self.sizes)
         else:
             steps = target.STEPS_AN_OUTPUT * sum(prod(output.shape) for output in outputs)
-            steps += target.STEPS_AN_OPERATION * self.operations
+            steps += target.STEPS_A_TILE * tiles + target.STEPS_AN_OPERATION * self.operations
         return target.Attended(self.product, runs, tiles, steps)
 
     def time(self, rounds: int = ROUNDS) -> Times:
@@ -330,7 +330,7 @@ class Workbench:
 
     def _needs_hopper(self, what: str) -> None:
         if not self.on_gpu:
-            got = arch.missing(_capability()) or f"{arch.WANTED}; device='cpu' was asked for"
+            got = arch.missing(_capability(), name="hopper") or f"{arch.HOPPER.wanted}; device='cpu' was asked for"
             raise RuntimeError(f"{what}: expected a GPU of {got}; check(), run(), kernel, sass and diff() need none")
 
     @cached_property
@@ -392,4 +392,4 @@ def _capability() -> tuple[int, int] | None:
 
 
 def _runs_kernels() -> bool:
-    return arch.arch_of(_capability()) is not None
+    return (capability := _capability()) is not None and arch.HOPPER.runs_on(capability)

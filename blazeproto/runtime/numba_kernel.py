@@ -25,7 +25,7 @@ from blazeproto.runtime import cache, driver, optional
 from blazeproto.runtime.arch import HOPPER, capability_of
 from blazeproto.runtime.target import in_simulator, simulated
 
-OF_HOPPER = HOPPER.capabilities[0]
+OF_HOPPER = HOPPER.least
 CACHE_FORMAT = "4"  # part of every key: raise it when what a cache entry holds changes
 PACKAGE = Path(__file__).resolve().parents[1]  # blazeproto/
 BEGAN = time.time()  # about when kernels are imported

@@ -443,9 +443,9 @@ EXERCISES = {
         ),
         Exercise(
             "silu_by_exp",
-            "CUDA, in up.cu's epilogue: act = SiLU(gate) * up of one hidden unit, with SiLU(x) = x / (1 + exp(-x)) "
-            "by exp2_approx and reciprocal_approx instead of tanh_approx.",
-            file="up.cu",
+            "CUDA, in layout.cuh, for up.cu's epilogue: act = SiLU(gate) * up of one hidden unit, with SiLU(x) = "
+            "x / (1 + exp(-x)) by exp2_approx and reciprocal_approx instead of tanh_approx.",
+            file="layout.cuh",
             first="DEVICE float act_of(float gate, float up) {\n",
             last="\n}\n",
             product="up_forward",

@@ -4,8 +4,6 @@ A program has one entry, ``program(in, out)``: addresses of its input and its ou
 TMA, one tensor map of the array that its name says. test_against_gpu.py runs the same texts and compares `ptx_programs.npz`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Small kernels as CUDA C++ and PTX text, and what the machine makes of them: their results, or what it says of their faults."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """300 small PTX programs give on the machine what an H200 made of them (`ptx_programs.npz`); approximations within bounds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

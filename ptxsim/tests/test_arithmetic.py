@@ -1,7 +1,5 @@
 """The lane-wise instructions against exact arithmetic: Python's integers and fractions, rounded by rules written out here."""
 
-from __future__ import annotations
-
 import math
 import random
 import struct

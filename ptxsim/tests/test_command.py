@@ -1,7 +1,5 @@
 """``python -m ptxsim``: the README's example, arguments, what it prints of errors, steps; and the README's Python."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -43,8 +41,7 @@ def plain(text: str) -> str:
 def test_the_example_of_the_readme(kernel: str) -> None:
     command = [sys.executable, *(word.strip("'") for word in COMMAND.split())]
     done = subprocess.run(command, cwd=Path(kernel).parent, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, "")
-    assert plain(done.stdout) == plain(PRINTED)
+    assert (done.returncode, done.stderr) == (1, "") and plain(done.stdout) == plain(PRINTED)
 
 
 def test_the_python_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:

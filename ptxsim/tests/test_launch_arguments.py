@@ -1,7 +1,5 @@
 """Arguments of `ptxsim.run`, `ptxsim.step` and `ptxsim.tensor_map`, and a launch's sizes: refused before anything runs."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """wgmma's operands, fragments and products against the PTX ISA's formulas."""
 
-from __future__ import annotations
-
 from itertools import product as every
 from types import ModuleType
 

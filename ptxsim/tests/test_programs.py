@@ -1,7 +1,5 @@
 """`ptxsim.run` and `ptxsim.tensor_map`: anybody's kernels, in CUDA C++ and in PTX, on the machine."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

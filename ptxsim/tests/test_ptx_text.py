@@ -1,7 +1,5 @@
 """What PTX text means, and what of it is refused before anything runs, with its line."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Each kind of ordering: a small PTX program in which it orders two accesses, and its twin without it, which has a race."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

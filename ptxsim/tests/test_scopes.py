@@ -1,7 +1,5 @@
 """What orders threads of several CTAs and GPUs through memory, and what they see of each other's stores: small PTX programs."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -233,8 +231,7 @@ def test_launches_of_a_gpu_are_a_stream() -> None:
         report, out = launches(
             STORE, "st.release.sys.global.u32 [%d1], 1;", waits, LOAD, seed=seed, order=[[0, 1], [2, 3]]
         )
-        assert not report.races and out[2:] == [7, 7]
-        assert report.entry == "GPU 0: made, made; GPU 1: made, made"
+        assert not report.races and out[2:] == [7, 7] and report.entry == "GPU 0: made, made; GPU 1: made, made"
         report, out = launches(STORE, "st.relaxed.sys.global.u32 [%d1], 1;", waits, seed=seed, order=[[0, 1], [2], []])
         assert out[2] == 7 and ["GPU 0, launch 0, CTA 0" in race.first for race in report.races] == [True]
 

@@ -1,7 +1,5 @@
 """Tables of small kernels: the result of each, or its fault, with the part of the PTX ISA that says so."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A launch instruction by instruction: what a lane and shared memory hold meanwhile, and who goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

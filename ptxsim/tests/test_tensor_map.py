@@ -1,7 +1,5 @@
 """Tensor copies against NumPy: boxes that reach past every edge, the rules of the ISA."""
 
-from __future__ import annotations
-
 from itertools import product as every
 from types import ModuleType
 from typing import Any

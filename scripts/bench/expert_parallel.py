@@ -161,8 +161,8 @@ def timed(calls: list[Call], kept: list[Any], machine: Machine, *, before: Call,
     for _ in range(machine.rounds + 2):
         before()
         taken.append([once_ms(call, machine) for call in wanted])
-    by_call = zip(*taken[2:], strict=True)  # the first ones warm up
-    return [statistics.median(machine.largest(each)) for each in by_call]
+    # The first ones warm up.
+    return [statistics.median(machine.largest(each)) for each in zip(*taken[2:], strict=True)]
 
 
 def layer_times(layer: MoE, given: Inputs, shape: Sizes, machine: Machine, *, captured: bool) -> list[float]:

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from blazeproto.gemm.recipe import FP8, Recipe
 from scripts.bench.common import geometric_mean
-from scripts.bench.markdown import NOT_MEASURED, Record, noted, number
+from scripts.bench.markdown import NOT_MEASURED, Record, gpus_of, noted, number, span
 
 
 def recipe_table(_: Record) -> str:
@@ -46,11 +46,11 @@ def claim(record: Record) -> str:
 
     def said(above: str, below: str, words: str) -> str:
         ratios = [row[above] / row[below] for row in rows]
-        return words.format(f"{number(geometric_mean(ratios))} ({number(min(ratios))} to {number(max(ratios))})")
+        return words.format(f"{number(geometric_mean(ratios))} {span(ratios)}")
 
     modes = [f"{mode} {', '.join(said(*each) for each in figures)}" for mode, figures in MODES.items()]
-    gpus = ", ".join(sorted({row["of"]["gpu"].split(",")[0] for row in rows}))
-    return noted(f"in one run of {len(rows)} layers on one {gpus}, in the geometric mean: {'; '.join(modes)}", rows)
+    where = f"in one run of {len(rows)} layers on one {gpus_of(rows)}"
+    return noted(f"{where}, in the geometric mean: {'; '.join(modes)}", rows)
 
 
 TABLES = {"fp8_recipe": ("fp8", recipe_table)}

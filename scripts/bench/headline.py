@@ -54,11 +54,11 @@ def run_of(case: Run, machine: Machine) -> Row:
         shape, names = BY_NAME[case.label], [OURS, *PEERS]
         return measure_apart(names, shape, machine, passes=1) if case.label in APART else beside(shape, names, machine)
     first = case.number == 0
-    command = [sys.executable, "-m", "scripts.bench.headline", "--models", case.label, "--runs", "1", "--out"]
+    words = ["--models", case.label, "--runs", "1", "--rounds", str(machine.rounds), "--out"]
     environment = os.environ | {HERE: "1"} | (TUNE_ANEW if first else {})
-    rounds = ["--rounds", str(machine.rounds)]
     with TemporaryDirectory() as folder:
-        subprocess.run([*command, folder, *rounds], cwd=REPOSITORY, env=environment, timeout=SECONDS, check=True)
+        command = [sys.executable, "-m", "scripts.bench.headline", *words, folder]
+        subprocess.run(command, cwd=REPOSITORY, env=environment, timeout=SECONDS, check=True)
         record = read_json(Path(folder, "headline.json"))
     return record["rows"][0]["runs"][0] | {"launched": record.get("kernels", {}), "tuned_anew": first}
 

@@ -114,12 +114,15 @@ def entries(wider_than: float) -> list[Entry]:
     ]
 
 
+def tokens_of(rows: Rows) -> str:
+    return ", ".join([f"{T} tokens", *(f"{row['label']}: {row['cfg']['T']}" for row in rows if row["cfg"]["T"] != T)])
+
+
 def tokens_and_runs(rows: Rows) -> str:
     """The tokens and runs of a table, and which models have fewer runs than the rule asks for."""
-    few = [f"{row['label']}: {row['cfg']['T']}" for row in rows if row["cfg"]["T"] != T]
     counts = sorted({len(row["runs"]) for row in rows if has_runs(row)})
     medians = f"; medians of {' or '.join(map(str, counts))} runs" if counts else ""
-    said = f"Kernel time in bf16, forward + backward of {', '.join([f'{T} tokens', *few])}{medians}."
+    said = f"Kernel time in bf16, forward + backward of {tokens_of(rows)}{medians}."
     fewer = ", ".join(f"{row['label']} ({len(row['runs'])})" for row in rows if not has_runs(row))
     return f"{said} Fewer runs than the rule's {RUNS}, so no ratio: {fewer}." if fewer else said
 
@@ -168,8 +171,10 @@ def headline_claim(rows: Rows) -> str:
             ((row, times),) = [(row, found[row["label"]]) for row in rows if row["label"] in found]
             of_runs = f"{number(times)} times as fast {span(ratios(row, peer))}, the median and range of {len(row['runs'])} runs"
             said.append(f"It is {SAID[verdict(times)]} {call} on {row['label']}: {of_runs}.")
-    first = f"A whole MoE layer of ours, forward + backward in bf16, router and auxiliary loss included, on one {gpus_of(rows)}."
-    return " ".join([first, *said]) if said else f"No model has {RUNS} runs yet: no sentence, and no ratio below."
+    if not said:
+        return f"No model has {RUNS} runs yet: no sentence, and no ratio below."
+    whole = "A whole MoE layer of ours, router and auxiliary loss included, forward + backward in bf16 of"
+    return " ".join([f"{whole} {tokens_of(rows)}, on one {gpus_of(rows)}.", *said])
 
 
 def counted(found: dict[str, float], call: str) -> str:
@@ -188,9 +193,18 @@ def mean_of(medians: Sequence[float]) -> str:
 def beside_headline(source: Source, record: Record, headline: Record) -> Rows:
     """SonicMoE's time over ours in a file of one run each and in the headline, of the sizes that both have."""
     here = {plain_shape(row): value_of(row, source) for row in record["rows"]}
-    days = sorted({row["of"]["measured"].split(" ")[0] for row in record["rows"]})
+    run = {
+        "days": sorted({row["of"]["measured"].split(" ")[0] for row in record["rows"]}),
+        "gpus": gpus_of(record["rows"]),
+    }
     found = [
-        {"label": row["label"], "days": days, "here": here.get(plain_shape(row)), "there": times_ours(row, "sonic")}
+        run
+        | {
+            "label": row["label"],
+            "cfg": row["cfg"],
+            "here": here.get(plain_shape(row)),
+            "there": times_ours(row, "sonic"),
+        }
         for row in headline["rows"]
     ]
     return [row for row in found if row["here"] is not None and row["there"] is not None]
@@ -200,9 +214,10 @@ def single_runs(rows: Rows) -> str:
     """How far ratios of one run each are from the headline's; a sentence."""
     far = max(rows, key=lambda row: abs(row["here"] - row["there"]))
     return (
-        f"Single runs of {' and '.join(far['days'])}, not the headline's: SonicMoE's time over ours, forward + backward, is up "
-        f"to {number(abs(far['here'] - far['there']))} away from the headline's on the {len(rows)} models that both have "
-        f"({far['label']}: {number(far['here'])} here, {number(far['there'])} there)."
+        f"Single runs of {' and '.join(far['days'])} on one {far['gpus']}, not the headline's: SonicMoE's time over ours, "
+        f"forward + backward, is up to {number(abs(far['here'] - far['there']))} away from the headline's on the {len(rows)} "
+        f"models that both have ({far['label']}, T = {far['cfg']['T']}: {number(far['here'])} here, {number(far['there'])} "
+        "there)."
     )
 
 

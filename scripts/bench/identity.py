@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary
 
 from blazeproto.gemm.compile import Kernel
 from blazeproto.runtime import driver
+from blazeproto.runtime.arch import ARCHES
 from blazeproto.runtime.numba_kernel import NumbaKernel, source_files
 from scripts.bench.layer_tiles import has_other_tiles
 
@@ -97,7 +98,9 @@ def made_again(description: Description) -> Kernel | NumbaKernel:
     """The kernel of a description, from the sources that are here. ImportError, AttributeError, TypeError if it is gone."""
     given = dict(description)
     if "file" in given:
-        return Kernel(**given | {"options": tuple(given["options"])})
+        folder = given["file"].rpartition("/")[0]
+        arch = next(arch for arch in ARCHES.values() if arch.folder == folder)
+        return Kernel(**given | {"options": tuple(given["options"]), "arch": arch})
     module, _, name = given.pop("make").rpartition(".")
     make = getattr(importlib.import_module(module), name)
     return NumbaKernel(make, given.pop("parameters"), **given.pop("constants"), **given)

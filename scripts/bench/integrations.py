@@ -155,8 +155,8 @@ def measure_qwen(sizes: Sizes, machine: Machine) -> Row:
         for name in IMPLEMENTATIONS:
             model.set_experts_implementation(name)
             if turn < WARM_UPS:
-                held = torch.cuda.memory_allocated()  # 0 without a GPU
-                peaks[name] = max(peaks[name], held + machine.peak_bytes(step))
+                # Without a GPU nothing is allocated there.
+                peaks[name] = max(peaks[name], torch.cuda.memory_allocated() + machine.peak_bytes(step))
             else:
                 samples[name].append(elapsed_ms(step, 1) if machine.on_gpu else host_ms(step, 1, calls=1))
     return {

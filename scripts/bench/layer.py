@@ -166,8 +166,7 @@ def bounded_workspace(shape: Sizes, machine: Machine) -> Row:
 
 def four_million_tokens(shape: Sizes, machine: Machine) -> Row:
     """Forward and backward of 4 Mi tokens: it fits, its gradients are finite, and what it takes."""
-    program = ours(shape, peers.make_inputs(shape, device=machine.device))
-    step = program.forward_backward
+    step = ours(shape, peers.make_inputs(shape, device=machine.device)).forward_backward
     finite = all(bool(part.isfinite().all()) for gradient in step()[1] for part in gradient.split(1 << 18))
     peak, ms = machine.peak_bytes(step), machine.eager({OURS: step})[OURS]
     row = {"finite": finite, "fwdbwd_ms": round(ms, 2), "peak_fwdbwd_MiB": round(peak / MIB, 1)}

@@ -10,13 +10,18 @@ from typing import Any
 from blazeproto import gemm
 from blazeproto.gemm import Sizes, TileConfig
 from blazeproto.gemm.product import PACKAGE, Variant
-from blazeproto.gemm.tiles import CHOSEN, FACTOR_GRADIENT, FACTOR_ROWS, NARROW, WIDTHS, tiles_for
+from blazeproto.gemm.tiles import CHOSEN, FACTOR_GRADIENT, FACTOR_ROWS, FACTORS, NARROW, WIDTHS, tiles_for
+from blazeproto.runtime.arch import AMPERE
 
 TILE_MACROS = ("BN", *(field.name.upper() for field in fields(TileConfig) if field.name != "tile_n"))
 
 
 def _tiles(entry: str, defines: Mapping[str, Any]) -> tuple[Any, ...]:
     return entry, *(int(defines.get(macro, 0)) for macro in TILE_MACROS)
+
+
+def _is_of_ampere(description: Mapping[str, Any]) -> bool:
+    return str(description.get("file")).startswith(f"{AMPERE.folder}/")
 
 
 def _by_macros(config: TileConfig) -> dict[str, int]:
@@ -76,6 +81,8 @@ def other_tiles(description: Mapping[str, Any], cfg: Mapping[str, int], rows: Se
     defines = description.get("defines", {})
     if "BN" not in defines or "FP8" in defines or not set("TdnEK") <= cfg.keys():
         return False
+    if _is_of_ampere(description):  # whose tiles no size chooses
+        return defines["BN"] not in {config.tile_n for config in (*AMPERE.tiles.values(), FACTORS[AMPERE])}
     entry = description["entry"]
     tiles = _tiles(entry, description["defines"])
     exact = [_tiles_chosen(each) for each in _all_sizes(cfg, rows)]

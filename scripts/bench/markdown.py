@@ -139,6 +139,14 @@ def gpus_of(rows: Sequence[Record]) -> str:
     return ", ".join(sorted({row["of"]["gpu"].split(",")[0] for row in rows}))
 
 
+def condition(rows: Sequence[Record]) -> str:
+    """GPU and shape: "on one NVIDIA H200 at (T, d, n, E, K) = (8192, 512, 256, 64, 4)"; of more than two shapes the number."""
+    shapes = [*dict.fromkeys(map(plain_shape, rows))]
+    letters = ", ".join(letter for letter in "TdnEK" if letter in rows[0]["cfg"])
+    listed = f"({letters}) = ({') and ('.join(shapes)})"
+    return f"on one {gpus_of(rows).replace(', ', ' or ')} at {listed if len(shapes) < 3 else f'{len(shapes)} shapes'}"
+
+
 def versions_of(rows: Sequence[Record], names: Sequence[str]) -> str:
     """The versions of packages with which rows were measured: "torch 2.11.0, SonicMoE 0.1.2"."""
     pairs = {tuple(each.split(" ", 1)) for row in rows for each in row["of"]["versions"].split(", ")}
@@ -146,7 +154,7 @@ def versions_of(rows: Sequence[Record], names: Sequence[str]) -> str:
 
 
 def caveat(rows: Sequence[Record]) -> str:
-    """Which rows earlier kernels made: "of earlier kernels", or "3 of the 27 runs used earlier kernels"; empty for none."""
+    """The rows that earlier kernels made: "of earlier kernels", or "3 of the 27 runs used earlier kernels"; empty for none."""
     reasons = [earlier(row) for row in rows]
     counts = {said: reasons.count(reason) for reason, said in EARLIER.items() if reason in reasons}
     return ", ".join(

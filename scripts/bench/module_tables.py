@@ -12,6 +12,7 @@ from scripts.bench.markdown import (
     Rows,
     Sentence,
     Table,
+    condition,
     gpus_of,
     having,
     look_up,
@@ -126,19 +127,15 @@ def module_details(rows: Rows) -> str:
         graphs = sum(row.get("gpu_fwdbwd_method") == "graph" for row in rows)
         shapes = f"{graphs} of {len(times)} shapes by graph replay, the others from the first kernel to the last"
         gaps = f"With the gaps between kernels SonicMoE's time over ours is {mean_and_span(times)}: {shapes}."
-    return f"The benchmark's own bounds. {'. '.join(held)}. {moved} {gaps}"
+    return f"The benchmark's own bounds, on one {gpus_of(rows)}. {'. '.join(held)}. {moved} {gaps}"
 
 
 def router_accuracy(rows: Rows) -> str:
     """How far logits are from float64's, and torch's in fp32 beside them."""
-
-    def errors(path: str) -> str:
-        found = values(rows, path)
-        return f"{min(found):.1e} to {max(found):.1e}" if found else ""
-
-    torch = errors("torch_fp32_logits")
-    said = f"Our logits differ from float64's by {errors('accuracy.plain.logits')} of their norm"
-    return f"{said}, torch's in fp32 by {torch}." if torch else f"{said}."
+    ours, torch = (values(rows, path) for path in ("accuracy.plain.logits", "torch_fp32_logits"))
+    beside = f", torch's in fp32 by {min(torch):.1e} to {max(torch):.1e}" if torch else ""
+    said = f"Our logits differ from float64's by {min(ours):.1e} to {max(ours):.1e} of their norm"
+    return f"{said}{beside}, {condition(rows)}."
 
 
 SENTENCES = {

@@ -32,6 +32,7 @@ from scripts.bench.markdown import (
     Rows,
     Sentence,
     Table,
+    condition,
     having,
     least_to_most,
     mean_and_span,
@@ -46,6 +47,7 @@ from scripts.bench.markdown import (
 )
 from scripts.bench.models import tables as models
 from scripts.bench.module_tables import EVEN, by_layer
+from scripts.bench.other_gpus import other_gpus_table
 from scripts.bench.paper import tables as paper
 from scripts.bench.paper.tables import SHAPE, of, programs_in, ratio
 from scripts.bench.rank_memory import rank_memory_table
@@ -84,12 +86,7 @@ def layer_rows(record: Record) -> Rows:
 
 def of_programs(names: Sequence[str], first: str, path: str, digits: int = 2) -> list[Entry]:
     """A column for each program; ours is ``first`` said in full. path: with {} for its name."""
-
-    def entry(name: str) -> Entry:
-        head = f"{first}: ours" if name == OURS else LABELS[name]
-        return head, path.format(name), digits
-
-    return [entry(name) for name in names]
+    return [(f"{first}: ours" if name == OURS else LABELS[name], path.format(name), digits) for name in names]
 
 
 def layer_entries(rows: Rows) -> list[Entry]:
@@ -230,7 +227,7 @@ def gather_cost(rows: Rows) -> str:
     if not weights or not by_rows:
         return ""
     least = f"gathered rows reach at least {number(min(by_rows), 3)} of the speed of contiguous rows in the products by rows"
-    return f"{least}, and at least {number(min(weights), 3)} in the weight gradients"
+    return f"{least}, and at least {number(min(weights), 3)} in the weight gradients, {condition(rows)}"
 
 
 def experts_growth(rows: Rows) -> str:
@@ -282,12 +279,10 @@ OF_EXPERTS = {
     "gather_cost": Sentence("products", gather_cost, having("gathered_to_plain_speed")),
     "experts_growth": Sentence("dispatch", experts_growth, fewest_and_most),
     "experts_longer": Sentence("layer module", experts_longer, with_whole_layer),
-    "batch": Sentence(
-        "batch_invariance",
-        batch,
-        lambda record: [record] if "differing" in record else [],
-        note=plainly,
-    ),
+    **{
+        name: Sentence(file, batch, lambda record: [record] if "differing" in record else [], note=plainly)
+        for name, file in (("batch", "batch_invariance"), ("batch_ampere", "batch_invariance_ampere"))
+    },
 }
 
 # ----------------------------------------------------------------------------------------------------------- the pages
@@ -301,6 +296,7 @@ def placed(*groups: Mapping[str, Table | Sentence]) -> dict[str, Made]:
 
 TABLES: dict[str, Made] = {
     "block_products": ("blocksparse", block_products_table),
+    "other_gpus": ("ampere", other_gpus_table),
     "block_layers": ("blocksparse", block_layers_table),
     "rank_memory": ("distributed", rank_memory_table),
     **training_tables.TRAINING | fp8_tables.TABLES,

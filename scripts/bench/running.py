@@ -31,7 +31,7 @@ from scripts.bench.common import (
     write_json,
 )
 from scripts.bench.timing import Machine, Row
-from scripts.command import argument_parser, need_hopper, positive, some_of
+from scripts.command import argument_parser, need_kernels, positive, some_of
 from scripts.lm.ranks import Ranks, joined
 
 TIMEOUT = 600  # seconds that a rank waits for another
@@ -228,7 +228,7 @@ def run(bench: Bench, words: list[str] | None = None) -> None:
     """
     options = options_of(bench, words)
     if not options.cpu:
-        need_hopper()
+        need_kernels()
     if options.caches is not None:
         use_caches(options.caches)
     with joined("cpu" if options.cpu else "cuda", TIMEOUT) as ranks:

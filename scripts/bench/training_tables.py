@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from scripts.bench.markdown import NOT_MEASURED, Entry, Record, Table, noted, number
+from scripts.bench.markdown import NOT_MEASURED, Entry, Record, Table, condition, noted, number
 from scripts.bench.paper.printed import PERPLEXITY
 from scripts.lm.compare_backends import largest_difference, smoothed
 from scripts.lm.training_items import ITEMS, RUNS
@@ -262,7 +262,8 @@ def curves(record: Record) -> str:
     if "losses" not in record:
         return NOT_MEASURED
     steps, difference = len(record["losses"]["hopper"]), number(100 * record["largest_difference"])
-    return noted(f"the smoothed losses of {steps} steps differ by at most {difference} %", [record])
+    said = f"the smoothed losses of {steps} steps on one {record['gpu'].partition(',')[0]} differ by at most {difference} %"
+    return noted(said, [record])
 
 
 def rows_for(record: Record, item: str) -> list[Record]:
@@ -288,7 +289,8 @@ def claim(
         for run, each in values.items()
         if each
     ]
-    return noted(f"{what} {', '.join(said)}", rows_for(record, item)) if said else NOT_MEASURED
+    shown = [row for run in (*values, other) for row in found.get(run, {}).values()]
+    return noted(f"{what} {', '.join(said)}, {condition(shown)}", rows_for(record, item)) if said else NOT_MEASURED
 
 
 def training_claim(record: Record) -> str:
@@ -313,7 +315,7 @@ def fp8_training_claim(record: Record) -> str:
     bf16 = seeds_apart(found[OURS])
     said = f"the mean loss of the last {SONICMOE_LAST} steps is {number(statistics.fmean(apart_by), 4)} nats a byte above bf16's"
     said += "" if bf16 is None else f", whose two seeds are {number(bf16, 4)} apart"
-    return noted(said, rows_for(record, "fp8"))
+    return noted(f"{said}, {condition(rows_for(record, 'fp8'))}", rows_for(record, "fp8"))
 
 
 def more_claim(item: str, what: str, runs: Sequence[str]) -> tuple[str, Callable[..., str]]:

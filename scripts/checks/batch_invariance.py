@@ -1,7 +1,8 @@
-"""Whether a token's bits depend on what else is in its batch: random layers on the Hopper backend (docs/batch_invariance.md).
+"""Whether a token's bits depend on what else is in its batch: random layers on the kernels (docs/batch_invariance.md).
 
     python -m scripts.checks.batch_invariance --cases 500 --out results/h200/batch_invariance.json
     python -m scripts.checks.batch_invariance --seed 4711 --cases 1            # one that failed, again
+    python -m scripts.checks.batch_invariance --backend ampere --cases 200     # those of mma.sync, a router's logits too
 
 A case draws a layer, its tokens and a gradient for each. The whole batch runs once. Then the same tokens run in another order,
 cut into several batches, each of them in a way of its own: another save policy, in chunks, among masked tokens, without
@@ -24,10 +25,11 @@ import torch
 from torch import Tensor
 
 from blazeproto import MoE, moe_mlp
+from blazeproto.runtime.arch import ARCHES, kernels_of
 from scripts.bench.common import in_turn, of_kernels, write_json
 from scripts.bench.identity import launched
 from scripts.checks.cases import Draw
-from scripts.command import argument_parser, need_hopper, positive
+from scripts.command import argument_parser, need_kernels, positive
 
 WIDTHS = (512, 768, 2048, 2880, 4096, 7168)
 EXPERTS = {8: 2, 64: 6, 128: 8, 512: 10}  # E: K
@@ -70,10 +72,10 @@ class Case:
 class Layer:
     """A case's layer: runs any of its tokens in any way."""
 
-    def __init__(self, case: Case) -> None:
-        self.case, self.draw = case, Draw(f"batch {case.seed}", "cuda")
+    def __init__(self, case: Case, backend: str) -> None:
+        self.case, self.backend, self.draw = case, backend, Draw(f"batch {case.seed}", "cuda")
         options: dict[str, Any] = {"router": case.router, "bias": case.bias, "d_shared": case.d_shared, "aux_loss": 0.0}
-        options |= {"dtype": torch.bfloat16, "device": "cuda", "backend": "hopper"}
+        options |= {"dtype": torch.bfloat16, "device": "cuda", "backend": backend}
         module: Any = MoE(case.d, case.n, case.E, case.K, **options)
         if case.f32_router:
             module.router.float()
@@ -113,7 +115,7 @@ class Layer:
             if mask is not None:
                 ids, x = ids.masked_fill(~mask[:, None], -1), torch.where(mask[:, None], x, 0)
             weights = (layer.up_proj_weight, layer.down_proj, scores, ids)
-            return ids, scores, experts(x, *weights, num_experts=case.E, backend="hopper", **options)
+            return ids, scores, experts(x, *weights, num_experts=case.E, backend=self.backend, **options)
         chosen: list[Any] = []
         hook = (
             layer.router.register_forward_hook(lambda *given: chosen.append(given[-1])) if way != "compiled" else None
@@ -173,9 +175,9 @@ def differing(whole: Results, part: Results, places: Tensor) -> dict[str, int]:
     }
 
 
-def run_case(case: Case, chosen: list[str], ways: Counter[str]) -> list[str]:
+def run_case(case: Case, chosen: list[str], ways: Counter[str], backend: str = "hopper") -> list[str]:
     """The differences, a line each."""
-    layer = Layer(case)
+    layer = Layer(case, backend)
     whole = layer.run(torch.arange(case.T, device="cuda"), "eager")
     lines = []
     for places, way in batches(case, chosen):
@@ -191,19 +193,21 @@ def main() -> int:
     parser.add_argument("--cases", type=positive, default=500)
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after this time")
+    parser.add_argument("--backend", choices=tuple(ARCHES), default="hopper", help="whose kernels")
     parser.add_argument("--out", type=Path, help="file of results to write")
     options = parser.parse_args()
-    need_hopper()
+    need_kernels(options.backend)
     ways, lines, done = Counter[str](), list[str](), 0
-    with launched() as kernels:
+    with launched() as kernels, kernels_of(options.backend):  # a router's logits too
         for seed in in_turn(range(options.seed, options.seed + options.cases), options.seconds):
-            found = run_case(Case.drawn(seed), [*WAYS], ways)
+            found = run_case(Case.drawn(seed), [*WAYS], ways, options.backend)
             for line in found:
                 print(line, flush=True)
             lines, done = lines + found, done + 1
             torch.compiler.reset()
-    counts = ", ".join(f"{way} {count}" for way, count in sorted(ways.items()))
-    print(f"{done} of {options.cases} cases, {len(lines)} batches differ ({counts})")
+    print(
+        f"{options.backend}: {done} of {options.cases} cases, {len(lines)} batches differ ({dict(sorted(ways.items()))})"
+    )
     if options.out:
         record = {"of": of_kernels(kernels), "seeds": [options.seed, options.seed + done - 1], "batches": dict(ways)}
         write_json(options.out, record | {"cases": done, "differing": lines})

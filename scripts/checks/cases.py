@@ -21,6 +21,7 @@ from blazeproto.lab.calls import LAYER
 from blazeproto.lab.oracle import make_case, run_kernels
 from scripts.bench import lora, peers
 from scripts.bench import router as router_bench
+from scripts.bench.models.programs import step
 from scripts.bench.peers import modules
 from scripts.checks.layers import Layer, draw_experts, draw_fp8, draw_products, make_layer, run_layer
 
@@ -91,7 +92,8 @@ def run_products(layer: Layer, seed: int, device: str) -> Outputs:
 
 def run_experts(layer: Layer, seed: int, device: str) -> Outputs:
     """``out`` of ``moe_mlp`` and the gradients."""
-    return run_layer(layer, *make_layer(layer, seed, device), backend="hopper" if device == "cuda" else "torch")
+    backend = layer.options.get("backend", "hopper") if device == "cuda" else "torch"
+    return run_layer(layer, *make_layer(layer, seed, device), backend=backend)
 
 
 def layer_cases(device: str) -> Iterator[Case]:
@@ -213,6 +215,6 @@ def step_of(kind: str, sizes: Sizes, device: str) -> Callable[[], Any]:
         return partial(router_bench.both, *router_bench.make_case(sizes, torch.float32, device))
     inputs = peers.make_inputs(sizes, device=device)
     if kind == "module":
-        return modules.ours(sizes, inputs).forward_backward
+        return partial(step, modules.ours(sizes, inputs))  # it gives its gradients back: a peak counts them
     factors = (lora.factors_of(weight, lora.RANK) for weight in (inputs.gate_up_proj, inputs.down_proj))
     return lora.ours(sizes, inputs, *factors).forward_backward

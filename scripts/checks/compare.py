@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scripts.command import argument_parser, need_hopper, positive, refuse
+from scripts.command import argument_parser, need_kernels, positive, refuse
 
 Record = dict[str, Any]
 SIDES = ("old", "new")
@@ -100,10 +100,11 @@ def begin(kind: str, sizes: tuple[int, ...]) -> int:
     from scripts.checks.cases import step_of
 
     gemm.prepare(*sizes[1:])
-    HERE.step = step_of(kind, gemm.Sizes(*sizes), HERE.device)
-    HERE.step(), HERE.step()
-    peak = peak_bytes(HERE.step)
-    HERE.graph = capture(HERE.step, torch.cuda.graph_pool_handle())
+    with torch.cuda.stream(torch.cuda.Stream()):  # `capture` says why all of it
+        HERE.step = step_of(kind, gemm.Sizes(*sizes), HERE.device)
+        HERE.step(), HERE.step()
+        peak = peak_bytes(HERE.step)
+        HERE.graph = capture(HERE.step, torch.cuda.graph_pool_handle())
     return peak
 
 
@@ -236,7 +237,7 @@ def main() -> int:
 
     options = arguments()
     if options.device == "cuda":
-        need_hopper()
+        need_kernels()
     elif options.time or options.lora or options.router:
         refuse("--time, --lora and --router need a GPU; nothing was run")
     record: Record = {"benchmark": "compare", "measured": now(), "old": options.old.name}

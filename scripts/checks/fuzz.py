@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product as every
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ from blazeproto.gemm.compile import Kernel, compile_many
 from blazeproto.gemm.product import Build, Variant
 from blazeproto.gemm.registry import quantized_kernels
 from blazeproto.gemm.tiles import CHOSEN, FORCED, PLAIN, force
+from blazeproto.lab import calls
 from blazeproto.lab.accuracy import FP32_NOISE, Pool, worst_mismatches
 from blazeproto.lab.calls import Case
 from blazeproto.lab.oracle import (
@@ -51,6 +53,7 @@ from blazeproto.lab.oracle import (
     stray_writes,
 )
 from blazeproto.lab.same_bits import wrong_in_order, wrong_in_place
+from blazeproto.runtime.arch import ARCHES, HOPPER, kernels_of
 from scripts.checks.layers import (
     FP8_ACTIVATIONS,
     OTHERS,
@@ -60,17 +63,20 @@ from scripts.checks.layers import (
     draw_products,
     factors_in,
     make_layer,
+    on_ampere,
     run_layer,
 )
-from scripts.command import argument_parser, need_hopper, positive, some_of
+from scripts.command import argument_parser, need_kernels, positive, some_of
 
 DEVICE = "cuda"
-BACKENDS = ["hopper", "torch"]  # of moe_mlp
+KERNELS = ("hopper", "ampere")  # backends that have some
+BACKENDS = ["hopper", "torch"]  # of moe_mlp; with --backend ampere the first is another
+OF_AMPERE = ("products", "experts")  # parts that ampere has kernels for
 HANG_SECONDS = 60
 MOST_FAILURES = 5
 # A single run may be a handful of numbers, where the luck of rounding decides: its bounds are wider. All runs together are
 # held to the true ones.
-SINGLE_RUN_SLACK = {"products": 2.0, "chain": 4.0, "hopper": 4.0, "torch": 4.0}
+SINGLE_RUN_SLACK = {"products": 2.0, "chain": 4.0, "hopper": 4.0, "ampere": 4.0, "torch": 4.0}
 # How wrong an fp32 output of a single run may be, if it has few elements, at the end of a chain: H and act before it are bf16, so
 # that of 4000 single dS over 80 hidden units the yardstick itself misses a tenth by more than 0.011.
 FP32_NOISE_OF_CHAINS = 2.0**-6
@@ -94,12 +100,14 @@ FP8_DS_NORM = 0.2  # norm of dS over sqrt(P d), below which its errors are not r
 
 def kernels_of_shapes(layers: Iterable[Layer]) -> list[Kernel]:
     """Every kernel that the runs need, so that all cores compile them together before the first run."""
-    kernels = [*gemm.all_kernels()]
+    kernels, arch = [*gemm.all_kernels()], ARCHES[BACKENDS[0]]
     for layer in layers:
-        variant = Variant(False, *(layer.inputs[name] for name in ("transposed", "biases", "activation")))
+        variant = Variant(False, *(layer.inputs[name] for name in ("transposed", "biases", "activation")))._replace(
+            arch=arch
+        )
         up, down = (variant._replace(rank=padded_rank(rank)) for rank in layer.ranks)
         sizes = layer.sizes._replace(K=0 if layer.inputs["varying"] else layer.sizes.K)
-        for fused, entry in every((False, True), gemm.PRODUCTS.values()):
+        for fused, entry in every({False, arch is HOPPER}, gemm.PRODUCTS.values()):
             low = down._replace(rank=0, fused=True) if fused else down
             kernels += entry.for_layer(sizes, up._replace(fused=fused), low)
     for activation, bias in every((*ACTIVATIONS, *OTHERS), (False, True)):  # with every tiles, whatever is drawn
@@ -200,6 +208,7 @@ class Adapted(Arithmetic):
     def over(self, case: Case) -> AdaptedFormulas:
         return AdaptedFormulas(self, case)
 
+    @torch.no_grad()  # the factors are leaves: results with a graph would keep all of a run in the pool
     def evaluate(self, case: Case) -> dict[str, Tensor]:
         """All of `oracle.evaluate`, and the gradients of the factors."""
         made, m = evaluate(self, case), self.over(case)
@@ -216,6 +225,7 @@ class Adapted(Arithmetic):
 def check_experts(seed: int, totals: dict[str, Pool]) -> list[str]:
     """One run on both backends: lines that say what is wrong with it. Adds its errors to ``totals``."""
     layer, lines = draw_experts(seed), list[str]()
+    layer = on_ampere(layer) if "ampere" in BACKENDS else layer
     force(**FORCED[seed % len(FORCED)])
     case, arrays = make_layer(layer, seed, DEVICE)
     factors = factors_in(arrays)
@@ -305,7 +315,7 @@ class Part(NamedTuple):
 
 PARTS = {
     "products": Part(draw_products, kernels_of_products, check_products, ("products", "chain")),
-    "experts": Part(draw_experts, kernels_of_experts, check_experts, (*BACKENDS,)),
+    "experts": Part(draw_experts, kernels_of_experts, check_experts, (*KERNELS, "torch")),
     "blocks": Part(draw_blocks, lambda seeds: gemm.all_kernels(), check_blocks, ("blocks",)),
     "fp8": Part(
         draw_fp8, lambda seeds: [k for name in FP8_ACTIVATIONS for k in quantized_kernels(name)], check_fp8, ("fp8",)
@@ -357,7 +367,8 @@ def run(name: str, seeds: range, seconds: float) -> int:
 
 def main() -> int:
     parser = argument_parser("scripts.checks.fuzz", __doc__)
-    parser.add_argument("--parts", type=some_of(PARTS), default=[*PARTS], help="some of " + ", ".join(PARTS))
+    parser.add_argument("--parts", type=some_of(PARTS), help=f"some of {', '.join(PARTS)}; default: all of the backend")
+    parser.add_argument("--backend", choices=KERNELS, default="hopper", help="whose kernels")
     parser.add_argument("--runs", type=positive, default=1000, help="of each part")
     parser.add_argument("--seconds", type=float, default=600.0, help="stop a part after this time, compiling excluded")
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
@@ -365,12 +376,20 @@ def main() -> int:
         "--debug", action="append", default=[], metavar="MACRO", help="compile the products with -DMACRO"
     )
     args = parser.parse_args()
-    need_hopper()
+    parts = OF_AMPERE if args.backend == "ampere" else (*PARTS,)
+    if missing := {*(args.parts or parts)} - {*parts}:
+        parser.error(
+            f"--parts: expected some of {', '.join(parts)} with --backend {args.backend}, got {', '.join(missing)}"
+        )
+    need_kernels(args.backend)
 
     if args.debug:
         product.DEBUG = tuple(args.debug)
     seeds = range(args.seed, args.seed + args.runs)
-    return 1 if sum(run(name, seeds, args.seconds) for name in args.parts) else 0
+    BACKENDS[0] = args.backend
+    products = [call for call in calls.LAYER if args.backend == "hopper" or "fused" not in call.product]
+    with kernels_of(args.backend), patch.object(calls, "LAYER", products):
+        return 1 if sum(run(name, seeds, args.seconds) for name in args.parts or parts) else 0
 
 
 if __name__ == "__main__":

@@ -100,9 +100,15 @@ STEPS = {
     "integrations": Step("python -m scripts.bench.integrations", 5),
     "train": Step("python -m scripts.train_lm", 8),
     "curves": Step("python -m scripts.lm.compare_backends --train", 4),
+    "fuzz_ampere": Step("python -m scripts.checks.fuzz --backend ampere --runs 1000 --seconds 100", 8),
+    "batch_ampere": Step(
+        "python -m scripts.checks.batch_invariance --backend ampere --cases 200 --out results/h200/batch_invariance_ampere.json",
+        4,
+    ),
+    "ampere": Step("python -m scripts.bench.ampere", 4),
     "fuzz": Step("python -m scripts.checks.fuzz --runs 1000 --seconds 40", 8),
 }
-SANITIZERS = {"memcheck": 8, "synccheck": 2.5, "racecheck": 8, "initcheck": 2.5}  # minutes
+SANITIZERS = {"memcheck": 9.5, "synccheck": 3, "racecheck": 9.5, "initcheck": 2.5}  # minutes
 STEPS |= {
     tool: Step(f"compute-sanitizer --tool {tool} --error-exitcode 99 python -m scripts.checks.sanitize_target", minutes)
     for tool, minutes in SANITIZERS.items()
@@ -184,7 +190,7 @@ def run(name: str, full: bool, seconds_left: float, log: Path) -> dict[str, Any]
 
 def has_no_gpu() -> int:
     """0, or the exit code of what refuses. In a process of its own, which takes its memory on the GPU with it."""
-    probe = [sys.executable, "-c", "from scripts.command import need_hopper; need_hopper()"]
+    probe = [sys.executable, "-c", "from scripts.command import need_kernels; need_kernels()"]
     return subprocess.run(probe, cwd=REPOSITORY, check=False).returncode
 
 

@@ -6,7 +6,7 @@
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -132,6 +132,11 @@ def draw_fp8(seed: int) -> Layer:
     options = {"precision": "fp8", "save": rng.choice(["minimal", "recompute"])}
     sizes = sizes._replace(d=16 * rng.randint(1, 40), n=128 * rng.randint(1, 5))
     return Layer(sizes, inputs, options, f32=bool(seed % 2))
+
+
+def on_ampere(layer: Layer) -> Layer:
+    """A call of ``moe_mlp`` as ampere's kernels take it: `combine` sums its rows."""
+    return replace(layer, options=layer.options | {"combine": "gather", "backend": "ampere"})
 
 
 # --- A call of moe_mlp ---------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ a GPU. A cell that fails ends the run, and nothing of its notebook is written. N
 
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -31,16 +30,15 @@ def run(path: Path) -> Any:
     """The notebook with the outputs of a fresh run, by this interpreter; `nbclient.exceptions.CellExecutionError` if a cell
     fails."""
     import nbformat
-    from jupyter_client.kernelspec import KernelSpec
+    from jupyter_client.kernelspec import KernelSpecManager
     from jupyter_client.manager import AsyncKernelManager
     from nbclient import NotebookClient
 
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
-        manager = AsyncKernelManager(transport="ipc", connection_file=f"{folder}/kernel.json")
-        # This interpreter, whatever kernels are installed.
-        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-        manager._kernel_spec = KernelSpec(argv=argv, display_name="Python 3", language="python")
+        place: dict[str, Any] = {"transport": "ipc", "connection_file": f"{folder}/kernel.json"}
+        # Without folders of installed kernels, the kernel is ipykernel's own: this interpreter.
+        manager = AsyncKernelManager(**place, kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
         paths = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "IPYTHONDIR": folder}
         environment.pop("NUMBA_ENABLE_CUDASIM", None)  # a notebook that needs it sets it
@@ -61,8 +59,11 @@ def printed(cell: Any) -> str:
 
 def printed_on_the_gpu(notebook: Any) -> dict[str, Any]:
     """The output of each cell for a GPU, by the cell's id, and where, when and with which sources it was made."""
-    cells = [cell for cell in notebook.cells if "gpu" in cell.metadata.get("tags", [])]
-    return {cell.id: {"text": printed(cell), **provenance()} for cell in cells}
+    return {
+        cell.id: {"text": printed(cell), **provenance()}
+        for cell in notebook.cells
+        if "gpu" in cell.metadata.get("tags", [])
+    }
 
 
 def main() -> None:

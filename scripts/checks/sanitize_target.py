@@ -3,9 +3,9 @@
     compute-sanitizer --tool memcheck python -m scripts.checks.sanitize_target
 
 Small layers of the fuzzer, with tails everywhere: all activations, biases, save policies, all combines, chunks, fp32 weight
-gradients, sentinels, fewer rows than pairs, experts without tokens, Y over act, slices of columns; then the dispatch
-builders, and the router's operators: cases of `scripts.checks.compare`, on shapes that a sanitizer gets through. Each part runs
-even if one before it fails.
+gradients, sentinels, fewer rows than pairs, experts without tokens, Y over act, slices of columns; such layers by the kernels of
+ampere; then the dispatch builders, and the router's operators: cases of `scripts.checks.compare`, on shapes that a sanitizer gets
+through. Each part runs even if one before it fails.
 """
 
 import itertools
@@ -25,17 +25,18 @@ from blazeproto.gemm.tiles import FORCED, force
 from blazeproto.lab.calls import LAYER
 from blazeproto.lab.oracle import make_block_case, make_case, run_block_kernels, run_kernels
 from blazeproto.lab.same_bits import wrong_in_order, wrong_in_place
-from blazeproto.router import ROUTERS, make_router
+from blazeproto.router import ROUTERS, logits_product, make_router
+from blazeproto.runtime.arch import kernels_of
 from scripts.checks.cases import FEW, METHODS, SCANNED, run_dispatch, run_experts, run_router
-from scripts.checks.layers import Layer, draw_experts
-from scripts.command import argument_parser, need_hopper, some_of
+from scripts.checks.layers import Layer, draw_experts, on_ampere
+from scripts.command import argument_parser, need_kernels, some_of
 
 Run = tuple[str, Callable[[], dict[str, Tensor]]]
 
 SMALL, Y_OVER_ACT = Sizes(37, 72, 40, 5, 3), Sizes(300, 136, 136, 4, 2)
 ONE_EXPERT = Sizes(40_010, 72, 264, 2, 1)  # with routing "same": several CTAs share an expert's sum
 FP8_WAYS: tuple[dict[str, Any], ...] = ({}, {"save": "recompute"}, {"keep_transposed": False})
-TOKENS, MOST_WEIGHTS = range(9, 400), 2**21  # of drawn layers; elements of an expert's weights, of all experts
+TOKENS, MOST_ROWS, MOST_WEIGHTS = range(9, 400), 800, 2**20  # of drawn layers; elements of d n E
 
 
 def finite(run: Callable[[], dict[str, Tensor]]) -> None:
@@ -75,15 +76,16 @@ def weight_gradients(sizes: Sizes) -> dict[str, Tensor]:
             outputs = call.outputs(case, rows).items()
             out = {name: torch.zeros(each.shape, dtype=each.dtype, device="cuda") for name, each in outputs}
             call.run(case, rows, out)
-            made |= out
+            made |= {name: each for name, each in out.items() if name != "workspace"}
     wrong_in_order(case, rows, made)
     return made
 
 
 def drawn() -> list[Layer]:
     """Layers of the fuzzer that a sanitizer gets through: with every activation, option and kind of routing."""
-    every = map(draw_experts, range(400))
-    return [each for each in every if each.sizes.T in TOKENS and prod(each.sizes[1:4]) < MOST_WEIGHTS]
+    every = map(draw_experts, range(300))
+    small = (each for each in every if each.sizes.T in TOKENS and each.sizes.T * each.sizes.K < MOST_ROWS)
+    return [each for each in small if prod(each.sizes[1:4]) < MOST_WEIGHTS]
 
 
 def layers() -> Iterator[Run]:
@@ -96,6 +98,19 @@ def layers() -> Iterator[Run]:
     for layer in (Layer(SMALL), Layer(Y_OVER_ACT, {"biases": True})):
         yield f"products: {layer}", partial(in_place, layer)
     yield f"weight gradients: {Layer(ONE_EXPERT)}", partial(weight_gradients, ONE_EXPERT)
+
+
+def layers_of_ampere() -> Iterator[Run]:
+    """Whole layers by the kernels of ampere, a quarter of those drawn, and a router's logits."""
+    for layer in (Layer(FEW[2]), Layer(Y_OVER_ACT, {"biases": True}), Layer(SMALL, f32=True), *drawn()[::4]):
+        yield f"ampere: {layer}", partial(run_experts, on_ampere(layer), 0, "cuda")
+
+    def logits() -> dict[str, Tensor]:
+        x, weight = (torch.randn(rows, 200, device="cuda").bfloat16() for rows in (300, 130))
+        with kernels_of("ampere"):
+            return {"logits": logits_product(x, weight, 2)}
+
+    yield "ampere: logits", logits
 
 
 def block_products() -> Iterator[Run]:
@@ -140,6 +155,7 @@ def routers() -> Iterator[Run]:
 
 PARTS = {
     "layers": layers,
+    "ampere": layers_of_ampere,
     "blocks": block_products,
     "dispatches": dispatches,
     "operators": operators,
@@ -152,7 +168,7 @@ def main() -> None:
     parser.add_argument("--parts", type=some_of(PARTS), default=[*PARTS], help="some of " + ", ".join(PARTS))
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their name, such as tickets")
     options = parser.parse_args()
-    need_hopper()
+    need_kernels()
     torch.manual_seed(0)
     failed = []
     for name, run in itertools.chain(*(PARTS[part]() for part in options.parts)):

@@ -100,8 +100,7 @@ def all_files() -> list[Path]:
 def main() -> None:
     parser = argument_parser("scripts.checks.style", __doc__)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="default: all")
-    options = parser.parse_args()
-    files = [path.resolve() for path in options.files] or all_files()
+    files = [path.resolve() for path in parser.parse_args().files] or all_files()
     found = [offence for path in files for offence in offences(path)]
     for file, line, rule, sentence in found:
         print(f"{file}:{line}: {rule}: {sentence[:160]}")

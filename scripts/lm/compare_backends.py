@@ -21,7 +21,7 @@ from typing import Any
 from scripts import train_lm
 from scripts.bench.common import REPOSITORY, RESULTS, of_kernels, read_json, write_json
 from scripts.bench.identity import launched
-from scripts.command import argument_parser, need_hopper, refuse
+from scripts.command import argument_parser, need_kernels, refuse
 from scripts.lm.run_folder import METRICS, SUMMARY, read_lines
 
 BACKENDS = ("hopper", "torch")
@@ -83,7 +83,7 @@ def main() -> int:
     parser.add_argument("--picture", type=Path, default=REPOSITORY / "docs" / "curves.png")
     args = parser.parse_args()
     if args.train:
-        need_hopper()
+        need_kernels()
         with launched() as kernels:
             made = {backend: losses_of(backend) for backend in BACKENDS}
         difference, step = largest_difference(made["hopper"], made["torch"])

@@ -92,8 +92,8 @@ def train(training: Training, machine: Machine) -> list[Row]:
     words = ["--out", str(place.parent), "--name", place.name, "--device", machine.device]
     words += ["--resume"] if place.exists() else ["--preset", "hopper", *options_of(training.config)]
     before = json.loads((place / KERNELS).read_text()) if (place / KERNELS).exists() else {}
-    interrupt = os.kill, (os.getpid(), signal.SIGINT)  # as Ctrl-C would end it
-    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), *interrupt)
+    # As Ctrl-C would end it.
+    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), os.kill, (os.getpid(), signal.SIGINT))
     with identity.launched() as kernels, ExitStack() as ends:
         ends.callback(timer.cancel)
         timer.start()

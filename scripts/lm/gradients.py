@@ -61,8 +61,7 @@ def cosines(config: Config, device: str) -> list[Row]:
         for precision in RECIPES:
             made = weight_gradients(call, d_out, device, precision)
             for name, a, b in zip(WEIGHTS, made, exact, strict=True):
-                there = b.flatten(1).norm(dim=1) > 0
-                found = cosine_similarity(a.flatten(1), b.flatten(1))[there]
+                found = cosine_similarity(a.flatten(1), b.flatten(1))[b.flatten(1).norm(dim=1) > 0]
                 figures = {"experts": len(found), "least": float(found.min()), "mean": float(found.mean())}
                 rows.append({"layer": layer, "weight": name, "precision": precision} | figures)
     return rows

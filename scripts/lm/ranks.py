@@ -142,7 +142,10 @@ class Ranks:
 
     def told(self, value: Made) -> Made:
         """Rank 0's value."""
-        return self.of_first(lambda: value)
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values, src=0, device=HOST)
+        return values[0]
 
     def of_first(self, make: Callable[[], Made]) -> Made:
         """The result of rank 0's ``make``, on all ranks; if it raises, its error on all."""

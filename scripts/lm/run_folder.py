@@ -18,6 +18,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch
 CHECKPOINT, METRICS, CONFIG = "checkpoint.pt", "metrics.jsonl", "config.json"
 SUMMARY, PICTURE, LOCK = "summary.json", "loss.png", "train_lm.lock"
 CHECKSUM, CHECKSUMS = "checksum", "checksums"  # in config.json; in checkpoint.pt, by file
-FOLDER = 0x10  # of a record's attributes in a zip file
+FOLDER, PART = 0x10, 1 << 24  # of a record's attributes in a zip file; bytes of a file that are read at once
 UNREADABLE = (  # a damaged file raises
     OSError, RuntimeError, ValueError, LookupError, AttributeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile,
     zlib.error, struct.error,
@@ -183,7 +184,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 def checksum_of_file(path: Path) -> int:
     """CRC-32 of its bytes, as each record of checkpoint.pt has one."""
-    return zlib.crc32(path.read_bytes())
+    with path.open("rb") as file:  # a shard may be larger than the host's free memory
+        return reduce(lambda checksum, part: zlib.crc32(part, checksum), iter(partial(file.read, PART), b""), 0)
 
 
 def checksum_of(value: Any) -> int:

@@ -24,7 +24,7 @@ from blazeproto.gemm.quantize import BLOCK
 from blazeproto.gemm.recipe import RECIPES
 from blazeproto.layer import MoE
 from blazeproto.router import ROUTERS
-from blazeproto.runtime import checks
+from blazeproto.runtime import arch, checks
 from scripts.lm.dense import Dense
 
 # ---- what a setting may be ---------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class GPTConfig:
         "of dropping: an expert's places over the mean load; 0 makes as many as the largest load",
         "a finite number of at least 0",
     )
-    backend: str = setting("auto", "what computes the experts", names=["auto", "hopper", "torch"])
+    backend: str = setting("auto", "what computes the experts", names=["auto", *arch.ARCHES, "torch"])
     save: str = setting("minimal", "what is kept for backward", names=[policy.value for policy in SavePolicy])
     combine: str = setting("gather", "where a token's experts are summed", names=["gather", "fused", "fused_both"])
     precision: str = setting(
@@ -239,8 +239,8 @@ class Config(GPTConfig):
         return [
             *super().rules(),
             (
-                self.float64 and (self.bf16 or self.backend == "hopper" or self.precision == "fp8"),
-                "float64: expected none with bf16, precision fp8 or backend hopper",
+                self.float64 and (self.bf16 or self.backend in arch.ARCHES or self.precision == "fp8"),
+                f"float64: expected none with bf16, precision fp8 or backend {' or '.join(arch.ARCHES)}",
             ),
             (
                 self.batch % self.attention_tiles > 0,

@@ -95,8 +95,7 @@ def _distinct_experts(num_tokens: int, num_experts: int, top_k: int, idle: tuple
     """(T, K) distinct ids in each row, none of them in ``idle``. Where K > E, of K + E experts, E of them here."""
     known = num_experts if top_k <= num_experts else num_experts + top_k
     busy = torch.tensor([e for e in range(known) if e not in idle])
-    ranks = torch.rand(num_tokens, len(busy)).argsort(dim=1)[:, :top_k]
-    return busy[ranks]
+    return busy[torch.rand(num_tokens, len(busy)).argsort(dim=1)[:, :top_k]]
 
 
 def make_case(

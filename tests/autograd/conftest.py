@@ -1,7 +1,5 @@
 """What the tests of this folder share: a case of ``moe_mlp``, the bytes that a forward saves, calls that are watched."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import ModuleType

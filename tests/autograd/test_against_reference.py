@@ -1,8 +1,6 @@
 """``moe_mlp`` on the torch backend computes what the float64 oracle says, forward and backward: of plain weights, and of W + b a
 where there are low-rank factors, with gradients for both."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

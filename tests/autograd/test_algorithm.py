@@ -1,8 +1,6 @@
 """The node is MoEBlaze's Algorithm 1: each line of its forward and backward names the line of the paper that it implements, or
 frees what has been read."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

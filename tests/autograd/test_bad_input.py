@@ -1,7 +1,5 @@
 """Bad input raises, naming the argument, what was expected and what came, and launches nothing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

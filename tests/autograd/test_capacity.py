@@ -1,8 +1,6 @@
 """``row_capacity`` and experts elsewhere (K > E) on the torch backend: the oracle, zero gradients, memory, the layer.
 ``workspace_bytes``: chunks of tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -111,8 +109,7 @@ def test_the_layer_counts_what_overflows(router):
         layer.row_capacity = row_capacity
         got, stats = layer(x)
         assert stats.overflow.dtype == torch.int32 and stats.overflow.tolist() == [max(0, pairs - row_capacity)]
-        assert torch.equal(got, out) == (row_capacity >= pairs)
-        assert row_capacity > 0 or not got.any()
+        assert torch.equal(got, out) == (row_capacity >= pairs) and (row_capacity > 0 or not got.any())
 
 
 def test_a_dispatch_with_a_capacity(make_case):
@@ -139,8 +136,7 @@ def test_chunks_are_deterministic_and_no_less_accurate(make_case, dtype):
     whole, chunks = case.run(), case.run(workspace_bytes=20_000)
     again = case.run(workspace_bytes=20_000)
     for a, b, c, right in zip(whole, chunks, again, expected, strict=True):
-        assert torch.equal(b, c)
-        assert (b - right).norm() <= 1.1 * (a - right).norm() + 1e-6 * right.norm()
+        assert torch.equal(b, c) and (b - right).norm() <= 1.1 * (a - right).norm() + 1e-6 * right.norm()
 
 
 @pytest.mark.parametrize("multiplies", [False, True])
@@ -184,8 +180,7 @@ def test_chunk_tokens():
     assert chunk(1000, None) == WHOLE and chunk(1000, 100_000) == WHOLE and chunk(1000, 10_000) == WHOLE
     assert chunk(1000, 9_990) == 504  # two even chunks, in multiples of 8
     assert chunk(1000, 5_000) == 336  # 500 fit, 496 in multiples of 8: three
-    assert chunk(1000, 50) == 5
-    assert chunk(0, 50) == WHOLE
+    assert chunk(1000, 50) == 5 and chunk(0, 50) == WHOLE
 
 
 @pytest.mark.parametrize(

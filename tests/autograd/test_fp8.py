@@ -1,7 +1,5 @@
 """``precision="fp8"`` on the torch backend: its formula written down again, what is saved, what is refused."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from copy import copy as shallow_copy

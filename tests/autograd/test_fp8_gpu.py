@@ -1,7 +1,5 @@
 """``precision="fp8"`` by the kernels, in a layer's ways. `scripts.bench.fp8` and the PTX machine check its products."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

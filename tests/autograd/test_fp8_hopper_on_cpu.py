@@ -3,8 +3,6 @@
 As in test_hopper_on_cpu.py: what is tested is which launch gets which array, not the kernels.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from itertools import pairwise

@@ -1,8 +1,6 @@
 """How deep a launch lies: frames of this package from `MoE.forward`, or from a node's backward, to the driver. A stand-in for
 the GPU counts them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -53,15 +51,17 @@ def deeper(found: dict[str, list[str]], most: int) -> dict[str, list[str]]:
 
 def made(**options: Any) -> MoE:
     with launches():
-        return MoE(D, N, E, K, backend="hopper", dtype=torch.bfloat16, **options)
+        return MoE(D, N, E, K, **{"backend": "hopper", "dtype": torch.bfloat16, **options})
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_seven_frames_in_bf16(name: str) -> None:
-    found = step(layer := made(**PLAIN[name]))
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [*((name, "hopper") for name in PLAIN), *((name, "ampere") for name in PLAIN if "fused" not in name)],
+)
+def test_seven_frames_in_bf16(name: str, backend: str) -> None:
+    found = step(layer := made(backend=backend, **PLAIN[name]))
     assert found.keys() >= OF_TOP_K | OF_BACKWARD | DISPATCH | {"up_forward", "linear"}
-    assert ("combine" in found) == (layer.combine != "fused_both")
-    assert not deeper(found, SEVEN)
+    assert ("combine" in found) == (layer.combine != "fused_both") and not deeper(found, SEVEN)
 
 
 @pytest.mark.parametrize("name", ROUTERS)
@@ -88,8 +88,7 @@ def test_eight_frames_with_a_row_capacity_and_in_fp8(option: str) -> None:
 
 def test_eight_frames_with_a_dispatcher(group: Any) -> None:
     found = step(expert_parallel(made(), group))
-    assert found.keys() >= OF_TOP_K | OF_BACKWARD | DISPATCH
-    assert not deeper(found, EIGHT)
+    assert found.keys() >= OF_TOP_K | OF_BACKWARD | DISPATCH and not deeper(found, EIGHT)
 
 
 def test_eight_frames_to_the_kernels_of_an_exchange(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:

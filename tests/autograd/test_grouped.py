@@ -1,8 +1,6 @@
 """``grouped_experts`` is ``moe_mlp`` of one expert a token and scores of 1: any activation, biases, both layouts, factors.
 And beside a loop over experts, of rows that lie by expert already."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,8 +20,9 @@ from tests.refusals import refuses
 E, D, N, RANK = 4, 16, 24, 5
 COUNTS = [5, 0, 20, 9]
 PLACES = [
-    pytest.param("cpu", torch.float64, id="cpu"),
-    pytest.param("cuda", torch.bfloat16, id="gpu", marks=pytest.mark.gpu),
+    pytest.param("cpu", torch.float64, "torch", id="cpu"),
+    pytest.param("cuda", torch.bfloat16, "hopper", id="gpu", marks=pytest.mark.gpu),
+    pytest.param("cuda", torch.bfloat16, "ampere", id="gpu-ampere", marks=pytest.mark.gpu),
 ]
 BOUNDS = {torch.float64: 1e-13, torch.bfloat16: 0.0}
 
@@ -52,21 +51,22 @@ def arguments(tensors: dict[str, Tensor]) -> dict:
     return rest
 
 
-@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize(("device", "dtype", "backend"), PLACES)
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, clamped_swiglu(0.5, 1.3)])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("factors", [False, True])
-def test_agrees_with_moe_mlp(activation, bias, transposed, factors, device, dtype):
+def test_agrees_with_moe_mlp(activation, bias, transposed, factors, device, dtype, backend):
     given = tensors_by_name(activation, bias=bias, factors=factors, transposed=transposed, device=device, dtype=dtype)
     counts = torch.tensor(COUNTS, device=device)
     ids = torch.arange(E, device=device).repeat_interleave(counts)[:, None]
     scores = torch.ones(len(ids), 1, device=device)
     d_out = torch.randn(len(ids), D).to(device, dtype)
-    expected = moe_mlp(**arguments(given), scores=scores, topk_experts=ids, num_experts=E, activation=activation)
+    options = {"activation": activation, "backend": backend}
+    expected = moe_mlp(**arguments(given), scores=scores, topk_experts=ids, num_experts=E, **options)
     wanted = [expected, *torch.autograd.grad(expected, list(given.values()), d_out)]
     for save in SavePolicy:
-        out = autograd.grouped_experts(**arguments(given), counts=counts, activation=activation, save=save)
+        out = autograd.grouped_experts(**arguments(given), counts=counts, save=save, **options)
         got = [out, *torch.autograd.grad(out, list(given.values()), d_out)]
         for a, b in zip(got, wanted, strict=True):
             assert (a - b).norm() <= BOUNDS[dtype] * b.norm()
@@ -293,7 +293,7 @@ def test_input_that_is_refused(changed: dict[str, Any], argument: str, error: ty
     refuses(lambda: gate_and_up_apart(**given), argument, error)
 
 
-# --- On a Hopper GPU -----------------------------------------------------------------------------------------------------
+# --- On a GPU ------------------------------------------------------------------------------------------------------------
 
 
 def gpu_inputs(counts: list[int], padding: int, d: int, n: int) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -305,14 +305,14 @@ def gpu_inputs(counts: list[int], padding: int, d: int, n: int) -> tuple[list[Te
 @pytest.mark.parametrize("padding", [0, 333])
 @pytest.mark.parametrize("save", SavePolicy)
 @pytest.mark.parametrize("wide", [False, True])
-def test_kernels_are_as_good_as_torch(poisoned: None, padding: int, save: str, wide: bool) -> None:
+def test_kernels_are_as_good_as_torch(poisoned: None, padding: int, save: str, wide: bool, backend: str) -> None:
     """wide: with float32 weights."""
     counts = [700, 0, 1300, 1, 129, 2048, 5, 900]
     tensors, tokens, d_out = gpu_inputs(counts, padding, 256, 136)
     if wide:
         tensors = [tensors[0], *(weight.float() for weight in tensors[1:])]
     rows, pool = sum(counts), Pool()
-    got = results(gate_and_up_apart, tensors, tokens, d_out, backend="hopper", save=save)
+    got = results(gate_and_up_apart, tensors, tokens, d_out, backend=backend, save=save)
     assert not got["out"][rows:].any() and not got["x"][rows:].any()
     yardstick = results(gate_and_up_apart, tensors, tokens, d_out, backend="torch", save=save)
     exact = results(by_loop, [tensor.double() for tensor in tensors], tokens, d_out)
@@ -323,15 +323,16 @@ def test_kernels_are_as_good_as_torch(poisoned: None, padding: int, save: str, w
 
 
 @pytest.mark.gpu
-def test_policies_and_repeats_agree_to_the_bit(poisoned: None) -> None:
+def test_policies_and_repeats_agree_to_the_bit(poisoned: None, backend: str) -> None:
     given = gpu_inputs([700, 0, 1300, 129], 50, 256, 128)
     first, *others = [
-        results(gate_and_up_apart, *given, backend="hopper", save=save) for save in (*SavePolicy, "minimal")
+        results(gate_and_up_apart, *given, backend=backend, save=save) for save in (*SavePolicy, "minimal")
     ]
     assert all(torch.equal(other[name], first[name]) for other in others for name in NAMES)
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("backend")
 def test_rows_that_are_counted_and_not_there_on_a_gpu(poisoned: None) -> None:
     tensors, counts, d_out = gpu_inputs([700, 0, 1300, 129], 0, 256, 128)
     tensors[0], d_out = tensors[0][:2050], d_out[:2050]
@@ -343,12 +344,13 @@ def test_rows_that_are_counted_and_not_there_on_a_gpu(poisoned: None) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("padding", [0, 9])
-def test_no_rows_on_a_gpu(poisoned: None, padding: int) -> None:
-    got = results(gate_and_up_apart, *gpu_inputs([0, 0, 0], padding, 64, 64), backend="hopper")
+def test_no_rows_on_a_gpu(poisoned: None, padding: int, backend: str) -> None:
+    got = results(gate_and_up_apart, *gpu_inputs([0, 0, 0], padding, 64, 64), backend=backend)
     assert not any(tensor.any() for tensor in got.values())
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("backend")
 def test_a_graph_takes_counts_as_they_come_and_the_host_does_not_wait() -> None:
     tensors, counts, d_out = gpu_inputs([700, 0, 1300, 129], 50, 256, 128)
     tensors[0], d_out = tensors[0].nan_to_num(), d_out.nan_to_num()
@@ -369,6 +371,7 @@ def test_a_graph_takes_counts_as_they_come_and_the_host_does_not_wait() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("backend")
 def test_h_is_written_over_in_backward() -> None:
     """Peak memory of a backward beside what is there: A', and dX~ or the joined weights, but no second H."""
     rows, d, n = 65536, 256, 512

@@ -4,8 +4,6 @@ In float64, and with every buffer that the twins do not write full of NaN. What 
 not the kernels.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import weakref
@@ -21,6 +19,8 @@ from blazeproto.activations import ACTIVATIONS, clamped_swiglu
 from blazeproto.autograd import SavePolicy, hopper_backend, mlp, operators, private, steps
 from blazeproto.dispatch import Dispatch
 from blazeproto.gemm import TWINS, down_backward, fused, linear, reduce, up, weight
+from blazeproto.gemm.tiles import OF_AMPERE
+from blazeproto.runtime.arch import AMPERE, HOPPER
 from tests.autograd import test_grouped as grouped
 from tests.autograd.cases import WEIGHTS, assert_same_bits
 from tests.autograd.test_against_reference import ROUTINGS
@@ -68,8 +68,9 @@ def twins(monkeypatch, poisoned):
     for module, name, twin in LAUNCHES:
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, _real=real, _twin=twin, **k: run(_real, _twin, *a, **k))
-    monkeypatch.setattr(weight, "workspace_elements", lambda product, where, shape: 24)
+    monkeypatch.setattr(weight, "workspace_elements", lambda product, where, shape, config, arch: 24)
     monkeypatch.setattr(Dispatch, "where", (0, 0, 0), raising=False)
+    monkeypatch.setattr(Dispatch, "arch", HOPPER, raising=False)
     monkeypatch.setattr(hopper_backend, "rows_of", lambda rows: rows)
     monkeypatch.setattr(steps, "backend_on", lambda *_, **__: hopper_backend)
 
@@ -105,6 +106,26 @@ def test_agrees_with_the_oracle(make_case, activation, save, routing, bias):
     for combine in COMBINES:
         for workspace_bytes in (None,) if routing == "varying" else (None, 20_000):
             near(case.run(save=save, combine=combine, workspace_bytes=workspace_bytes), expected)
+
+
+@pytest.mark.parametrize(
+    ("arch", "config", "over"),
+    [
+        (HOPPER, None, True),
+        (AMPERE, None, True),
+        (AMPERE, OF_AMPERE[128], True),
+        (AMPERE, replace(OF_AMPERE[128]), False),
+    ],
+)
+def test_y_lies_over_act_where_the_launchs_tiles_have_whole_rows(make_case, monkeypatch, watch, arch, config, over):
+    """128 columns that `tune` chose become 256 there; a user's own entry stays."""
+    monkeypatch.setattr(Dispatch, "arch", arch)
+    monkeypatch.setitem(arch.tiles, "down_forward", config or arch.tiles["down_forward"])
+    found = []
+    watch(linear, "launch", lambda act, *_, out, **__: found.append(out.data_ptr() == act.data_ptr()))
+    case = make_case(8, 256, 256, 4, 2)
+    near(case.run(), case.reference())
+    assert found == [over, False]
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "alternating(swiglu)", "relu2"])
@@ -315,8 +336,7 @@ def test_low_rank_factors(make_case, watch, over, save, workspace_bytes, trained
         transpose(case)
     watch(weight, "launch", lambda *args, dw, **kwargs: gradients.append(dw.shape[1:]))
     near(case.run(save=save, workspace_bytes=workspace_bytes), expected)
-    assert set(over) == {True}
-    assert len(gradients) == (6 if trained else 4) * len(over)
+    assert set(over) == {True} and len(gradients) == (6 if trained else 4) * len(over)
 
 
 @pytest.mark.parametrize("workspace_bytes", [None, 30_000])

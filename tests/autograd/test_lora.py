@@ -2,8 +2,6 @@
 what experts of W + b a compute is tested with all else in test_against_reference.py and test_hopper.py.
 And what backward runs where one tensor is trained."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -43,8 +41,7 @@ def test_float32_factors_of_bf16_experts(adapted):
     results = case.run()
     assert_close(results, case.reference(), 1.5e-2)
     for gradient in results[3:]:
-        assert gradient.dtype == torch.float32
-        assert not torch.equal(gradient, gradient.bfloat16().float())
+        assert gradient.dtype == torch.float32 and not torch.equal(gradient, gradient.bfloat16().float())
 
 
 def test_two_ranks(adapted):

@@ -1,7 +1,5 @@
 """What the autograd node saves, when it lets go of it, and how it treats unusual gradients."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

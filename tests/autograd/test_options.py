@@ -1,7 +1,5 @@
 """The options of the expert MLP: each is a keyword of every function that takes options, documented, and checked in one place."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import FrozenInstanceError, fields
 
@@ -75,7 +73,7 @@ def test_one_object_of_which_keywords_change_a_part(make_case):
     [
         (dispatcher, "dispatched_mlp", "autograd.mlp.dispatched_mlp now", mlp.dispatched_mlp),
         (dispatcher, "Dispatcher", "autograd.ranks.Dispatcher now", Dispatcher),
-        (backends, "HOPPER_CAPABILITY", "runtime.arch.HOPPER.capabilities", (9, 0)),
+        (backends, "HOPPER_CAPABILITY", "runtime.arch.HOPPER.least", (9, 0)),
     ],
     ids=["dispatched_mlp", "Dispatcher", "HOPPER_CAPABILITY"],
 )

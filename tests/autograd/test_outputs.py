@@ -1,7 +1,5 @@
 """What is handed out is the caller's: writing to it between forward and backward changes no gradient, or raises torch's error."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

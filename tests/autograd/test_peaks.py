@@ -1,7 +1,5 @@
 """The most memory that a forward and a backward take, in bf16 and in fp8: the Hopper backend's allocations, of meta tensors."""
 
-from __future__ import annotations
-
 import json
 import weakref
 from pathlib import Path
@@ -49,7 +47,7 @@ class Allocated(TorchDispatchMode):
 @pytest.fixture
 def peak(monkeypatch):
     """``peak(shape, precision, **options)``: bytes over what a call is given, by the kernels' host code."""
-    monkeypatch.setattr(backends, "missing_for_kernels", lambda *_: None)
+    monkeypatch.setattr(backends, "missing_for_kernels", lambda *_, **__: None)
     backends.backend_on.cache_clear()
     recorder = Recorder(SMS)
     device = device_of(recorder)

@@ -1,8 +1,6 @@
 """What `gemm.prepare` compiles is what a layer launches: all of it, and nothing that no number of tokens would launch. Nothing is
 compiled or launched here."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -15,7 +13,7 @@ from blazeproto.gemm import launch, registry, weight
 from blazeproto.gemm.combine import in_slices
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.tiles import CHOSEN, PLAIN, TILES
-from blazeproto.runtime import driver
+from blazeproto.runtime import arch, driver
 from tests.refusals import refuses
 
 T, D, N, E, K = 40, 64, 32, 6, 3
@@ -58,6 +56,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(driver, "_driver", lambda: made)
     monkeypatch.setattr(launch, "_tensor_maps", lambda: (lambda *_: 0, lambda *_: 0))
     monkeypatch.setattr(launch, "num_sms", lambda device: 132)
+    monkeypatch.setattr(arch, "_arch_of_gpu", lambda device: arch.HOPPER)
     monkeypatch.setattr(weight, "num_sms", lambda device: 132)
     monkeypatch.setattr(weight, "WORKSPACE_PART", 1e6)  # so that these few rows may be cut, and partials be summed
     monkeypatch.setattr(steps, "backend_on", lambda *_, **__: hopper_backend)

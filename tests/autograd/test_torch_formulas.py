@@ -1,11 +1,10 @@
 """Every product's formula by torch is its formula by NumPy, which is the twin: in float64, with every option."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ import torch
 
 from blazeproto import gemm
 from blazeproto.activations import ACTIVATIONS, activation_named
-from blazeproto.autograd.torch_formulas import Torch, outputs
+from blazeproto.autograd.torch_formulas import Torch, _empty_groups_are_zero, outputs
 from blazeproto.dispatch import Dispatch
 from blazeproto.dispatch.reference import build_dispatch, build_dispatch_varying
 from blazeproto.gemm.linear import GROUPED_MM
@@ -117,3 +116,8 @@ def test_only_what_is_needed_is_made(needs: tuple[str, ...], monkeypatch: pytest
     spec, call = SPECS["down_backward_act"], {"d_out": d_out, "down_proj": down, "h": h, "scores": scores}
     made = outputs(spec, rows, torch.float64, **call, activation="swiglu", needs=needs)
     assert [value is not None for value in made] == [array.name in needs for array in spec.outputs]
+
+
+@patch.object(torch.cuda, "get_device_capability", lambda _: (10, 0))
+def test_empty_groups_are_zeroed_on_blackwell() -> None:
+    assert not _empty_groups_are_zero(torch.device("cuda", 99))

@@ -1,7 +1,5 @@
 """Every block-sparse product of MegaBlocks §5.1 with whole numbers, whose sums are exact, and its result by dense matrices."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What the tests of the room share: dispatches, launches on the machine, and bf16."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Activations on blocks: twins against dense matrices of each row, kernels against twins, all of the table."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

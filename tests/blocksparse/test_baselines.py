@@ -1,7 +1,5 @@
 """The baselines against a loop over pairs in float64, and beside MoE with the same weights."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import json

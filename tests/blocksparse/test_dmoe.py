@@ -1,7 +1,5 @@
 """dMoE against `blazeproto.MoE` with the same weights, and its kernels' way, on the machine, against its torch operations."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 from unittest.mock import Mock

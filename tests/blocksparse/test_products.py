@@ -1,7 +1,5 @@
 """Block-sparse products against dense masked ones: the twins, and on the machine the kernels."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Padded gather and scatter and the scores' gradient: twins against loops over pairs, kernels against twins."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Topologies and paddings of dispatches: the twin against loops over experts, the kernel against the twin to the bit."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -59,8 +57,7 @@ def check_topology(topology: Topology, dispatch: Dispatch, widths: list[int]) ->
     covered = []
     for block, row, column, following in topology.tiles[:num_tiles].tolist():
         covered += [block] if following < 0 else [block, block + 1]
-        assert wanted[block] == (row, column)
-        assert following < 0 or wanted[block + 1] == (row, following)
+        assert wanted[block] == (row, column) and (following < 0 or wanted[block + 1] == (row, following))
     assert covered == list(range(count))
     for behind in (topology.row_indices, topology.column_indices, topology.block_offsets_t):
         assert (behind[count:] == -1).all()

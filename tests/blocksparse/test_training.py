@@ -1,7 +1,5 @@
 """A language model of dMoE layers learns as one of `blazeproto.MoE` with the same weights; dropping layers learn too."""
 
-from __future__ import annotations
-
 import copy
 import math
 

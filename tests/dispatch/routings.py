@@ -1,7 +1,5 @@
 """Routings to dispatch: by name, as NumPy arrays (T, K) of ids that are distinct in each row."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from blazeproto.dispatch import Dispatch

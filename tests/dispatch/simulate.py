@@ -6,8 +6,6 @@ A process of its own, because Numba looks at that variable when it is first impo
 thread for each CUDA thread, so blocks are cut to 32 of them.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from unittest import mock

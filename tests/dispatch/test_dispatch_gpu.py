@@ -1,7 +1,5 @@
 """The builders on the GPU, compared with the NumPy twin exactly."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

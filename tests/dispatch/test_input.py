@@ -1,7 +1,5 @@
 """What is refused before anything is launched, by a function and its twin in the same words. None of it needs a GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The kernels where there is no GPU: run in Numba's simulator, and compiled to machine code."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -29,8 +27,7 @@ def compiled(kernel) -> str:
     """PTX, after checking that it links to a cubin that the cache then holds."""
     pytest.importorskip("cuda.core", reason="needs cuda.core")
     entry, code = kernel.cubin((9, 0))
-    assert code[:4] == b"\x7fELF" and entry.encode() in code
-    assert kernel.cubin((9, 0)) == (entry, code)
+    assert code[:4] == b"\x7fELF" and entry.encode() in code and kernel.cubin((9, 0)) == (entry, code)
     return kernel.ptx((9, 0))
 
 

@@ -1,7 +1,5 @@
 """The twin against the paper's example and against what a dispatch means."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,8 +14,7 @@ def test_the_papers_example():
     (token 2's are missing). Right is:"""
     topk_experts = np.array([[2, 3], [0, 1], [0, 3], [1, 2], [0, 3]], np.int32)
     dispatch = build_dispatch(topk_experts, 4)
-    assert dispatch.num_tokens == 5
-    assert dispatch.token_expert_indices.tolist() == [2, 3, 0, 1, 0, 3, 1, 2, 0, 3]
+    assert dispatch.num_tokens == 5 and dispatch.token_expert_indices.tolist() == [2, 3, 0, 1, 0, 3, 1, 2, 0, 3]
     assert dispatch.expert_token_indices.tolist() == [1, 2, 4, 1, 3, 0, 3, 0, 2, 4]  # as printed
     assert dispatch.expert_token_offsets.tolist() == [0, 3, 5, 7, 10]  # as printed
     assert dispatch.token_index_map[:2].tolist() == [5, 7]  # "token_index_map[0] = {5, 7}"
@@ -80,8 +77,7 @@ def test_a_capacity_in_the_papers_example():
     assert dispatch.expert_pair_indices.tolist() == [2, 4, 8, 3]
     assert dispatch.expert_token_indices.tolist() == [1, 2, 4, 1]
     assert dispatch.token_index_map.tolist() == [-1, -1, 0, 3, 1, -1, -1, -1, 2, -1]
-    assert dispatch.overflow.tolist() == [6]
-    assert build_dispatch(topk_experts, 4).overflow is None
+    assert dispatch.overflow.tolist() == [6] and build_dispatch(topk_experts, 4).overflow is None
 
 
 def check_capacity(dispatch, full, capacity: int) -> None:

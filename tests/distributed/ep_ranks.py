@@ -3,8 +3,6 @@
 What a rank has is compared with the same layer on one rank, which is given the batches of all ranks, one after the other.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import os
@@ -451,8 +449,7 @@ def copies_of_a_layer(rank: int, folder: Path) -> None:
     for dispatcher in (None, symmetric(dist.group.WORLD)):
         layer = expert_parallel(build(), dist.group.WORLD, dispatcher=dispatcher)
         made = copy.deepcopy(layer)
-        assert made.dispatcher is layer.dispatcher
-        assert torch.equal(made(x)[0], layer(x)[0])
+        assert made.dispatcher is layer.dispatcher and torch.equal(made(x)[0], layer(x)[0])
         layer.requires_grad_(False)
         layer.down_proj.requires_grad_(True)
         out, weight = layer(x)[0], layer.down_proj

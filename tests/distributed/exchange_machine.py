@@ -4,8 +4,6 @@ Each rank's launches: share, send, send of other rows, add_up with scores, add_u
 send_back. Behind what comes to a rank's memory a kernel reads it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path

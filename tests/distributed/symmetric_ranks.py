@@ -3,8 +3,6 @@
 Every rank makes the batches of all ranks, from seeds, and so knows what must come out.
 """
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 from pathlib import Path

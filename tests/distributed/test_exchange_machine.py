@@ -1,7 +1,5 @@
 """The exchange between GPUs on the PTX machine: all ranks' launches at once, and faults planted in a copy of the sources."""
 
-from __future__ import annotations
-
 import shutil
 from functools import partial
 from pathlib import Path

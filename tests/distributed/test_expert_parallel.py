@@ -1,7 +1,5 @@
 """`expert_parallel` on four and eight gloo ranks (ep_ranks.py); and on one: refusals, other dispatchers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """`Symmetric` on one CPU rank: what it refuses, and overflow of several layers. ep_ranks.py has it on four. And its
 memory and kernels."""
 
-from __future__ import annotations
-
 import ctypes
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,7 +79,7 @@ def test_experts_of_a_rank_are_bounded_and_not_those_of_all(
     def share(*_: Any) -> None:
         raise Sent
 
-    monkeypatch.setattr(backends, "_missing_on_device", lambda index: None)
+    monkeypatch.setattr(backends, "_missing_on_device", lambda *_: None)
     dispatcher: Any = Symmetric(group, experts, d_model=D, max_tokens=32, max_pairs=256)
     dispatcher.ranks, dispatcher.num_experts, dispatcher.device = 4, 4 * experts, torch.device("cuda", 0)
     dispatcher._exchange = SimpleNamespace(share=share)
@@ -135,8 +133,7 @@ def test_overflow_of_two_layers(group: dist.ProcessGroup) -> None:
     for layer in layers:
         layer.router.ids = torch.tensor([0, 1]).expand(10, 2)
         layer(x)
-    assert check_overflow(layers) == 8 + 5
-    assert check_overflow(layers) == 0
+    assert check_overflow(layers) == 8 + 5 and check_overflow(layers) == 0
 
 
 def test_where_the_other_gpus_have_their_memory(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """What a product refuses, and what it says then; and its twin. Addresses stand in for device arrays: no GPU is needed."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from dataclasses import replace
@@ -16,9 +14,9 @@ from blazeproto import gemm
 from blazeproto.dispatch import Dispatch
 from blazeproto.dispatch.reference import build_dispatch
 from blazeproto.gemm import arguments, weight
-from blazeproto.gemm.linear import GROUPED_MM
+from blazeproto.gemm.linear import GROUPED_MM, may_lie_over
 from blazeproto.gemm.specification import Specification
-from blazeproto.runtime import driver
+from blazeproto.runtime import arch, driver
 from blazeproto.runtime.arrays import DeviceArray
 from tests.refusals import refuses
 
@@ -42,6 +40,12 @@ MANY = Dispatch(on_gpu_0("int32", R), on_gpu_0("int32", 601), on_gpu_0("int32", 
 
 GATHERED = {"x": bf16(2**28, 128), "dispatch": replace(DISPATCH, num_tokens=2**28)}
 BAD = [  # of a product alone: function, changed, argument, error
+    (
+        "grouped_mm",
+        {"a": bf16(R, 0), "weights": bf16(E, 64, 0), "low": (bf16(R, 8), bf16(E, 64, 8))},
+        "a",
+        ValueError,
+    ),
     ("up_forward", UP | {"x": f32(T, D)}, "x", TypeError),
     ("up_forward", UP | {"up_proj": bf16(E, 2 * N, 12)}, "up_proj", ValueError),
     ("up_forward", UP | {"up_proj": bf16(E, 24, D)}, "up_proj", ValueError),
@@ -59,6 +63,8 @@ def _gpu_0_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "current_stream", lambda array: 0)
     monkeypatch.setattr(weight, "current_device", lambda: 0)
     monkeypatch.setattr(weight, "workspace_elements", lambda *_: 0)
+    monkeypatch.setattr(arch, "capability_of", lambda _: (9, 0))
+    arch._arch_of_gpu.cache_clear()
     monkeypatch.setattr(driver, "launch", lambda *_: pytest.fail("something was launched"))
 
 
@@ -67,12 +73,19 @@ def test_bad_input_is_named(function: str, arguments: dict, argument: str, error
     refuses(lambda: RUNS[function](**{"dispatch": DISPATCH} | arguments), argument, error)
 
 
-@pytest.mark.parametrize(("width", "offset"), [(512, 0), (256, 16)])
-def test_an_output_may_lie_over_the_rows_only_where_a_tile_has_them_whole(width: int, offset: int) -> None:
-    """Another tile may not have read yet what this one overwrites."""
+@pytest.mark.parametrize(
+    ("name", "width", "offset"), [("hopper", 512, 0), ("hopper", 256, 16), ("ampere", 512, 0), ("ampere", 256, 0)]
+)
+def test_an_output_may_lie_over_the_rows_only_where_a_tile_has_them_whole(
+    monkeypatch: pytest.MonkeyPatch, name: str, width: int, offset: int
+) -> None:
+    """Another tile may not have read yet what this one overwrites. A user's entry has Ampere's tiles 128 wide."""
+    monkeypatch.setitem(arch.AMPERE.tiles, "down_forward", gemm.TileConfig(tile_n=128, stages=2, deferred=False))
     act, down_proj = bf16(R, width), bf16(E, width, width)
     over = act._replace(ptr=act.ptr + offset)
-    assert refuses(lambda: gemm.down_forward(act, down_proj, DISPATCH, y=over), "y").got == "some of act"
+    with arch.kernels_of(name):
+        assert refuses(lambda: gemm.down_forward(act, down_proj, DISPATCH, y=over), "y").got == "some of act"
+        assert not may_lie_over(None, False, (2 * width, 64), 64, arch.ARCHES[name])  # a slice of the columns
 
 
 # --- The same refusal by a product and by its twin ------------------------------------------------------------------------
@@ -268,8 +281,7 @@ def test_a_twin_refuses_arrays_of_another_layout_or_no_floats(x: np.ndarray) -> 
 def test_twins_fill_the_outputs_that_are_given(function: str) -> None:
     """And hand them back, with what they would have made themselves."""
     rng = np.random.default_rng(0)
-    ids = np.argsort(rng.random((T, E)), axis=1)[:, :K].astype(np.int32)
-    dispatch = build_dispatch(ids, E)
+    dispatch = build_dispatch(np.argsort(rng.random((T, E)), axis=1)[:, :K].astype(np.int32), E)
     outputs = {*WRITTEN[function]} - {*REQUIRED[function]}
     inputs = {name: rng.normal(size=spec.shape) for name, spec in SOUND[function].items() if name not in outputs}
     run = gemm.TWINS[function]

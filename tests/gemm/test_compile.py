@@ -1,7 +1,5 @@
 """The compiler's wrapper, and every kernel of the package compiled to machine code without a spill. Needs no GPU."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import warnings
@@ -18,7 +16,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13"
 
 from blazeproto import gemm
 from blazeproto.activations import ACTIVATIONS
-from blazeproto.gemm import nvrtc, tiles, weight_fp8
+from blazeproto.gemm import compile, nvrtc, tiles, weight_fp8
 from blazeproto.gemm.combine import slice_widths
 from blazeproto.gemm.compile import CompileError, Kernel, compile_in_subprocess, compile_many
 from blazeproto.gemm.launch import MAP_BYTES, Params
@@ -38,7 +36,7 @@ from blazeproto.gemm.tiles import (
 from blazeproto.gemm.tuned import MEASURED
 from blazeproto.gemm.weight import WEIGHT_PARAMS
 from blazeproto.runtime import cache, driver
-from blazeproto.runtime.arch import HOPPER
+from blazeproto.runtime.arch import AMPERE, HOPPER
 from tests.refusals import refuses
 
 SOURCE = """
@@ -66,9 +64,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_kernel_shows_what_became_of_it(source: str) -> None:
     kernel = Kernel(source, "first", {"N": 64}, dynamic_smem=1000)
-    assert "not compiled" in repr(kernel)
-    assert kernel.cubin[:4] == b"\x7fELF"
-    assert ".target sm_90a" in kernel.ptx
+    assert "not compiled" in repr(kernel) and kernel.cubin[:4] == b"\x7fELF" and ".target sm_90a" in kernel.ptx
     assert 0 < kernel.registers < 64 and kernel.spills == 0 and kernel.smem_bytes == 64 * 4 + 1000
     assert Kernel(source, "second", {"N": 64}).smem_bytes == 0
     assert "#define N 64" in kernel.source and "mbarrier_wait" in kernel.source  # with the headers it includes
@@ -105,8 +101,7 @@ def test_a_wrong_instruction_is_named_by_its_line(tmp_path: Path) -> None:
 def test_an_empty_log_leaves_python_s_bytes_alone(tmp_path: Path) -> None:
     """Python has one object for each single byte; with the b" " overwritten, torch.load read a 0 for every size of 32."""
     (tmp_path / "empty.cu").write_text('extern "C" __global__ void empty() {}\n')
-    assert nvrtc.compile(str(tmp_path / "empty.cu"), ["--gpu-architecture=sm_90a"]).log == ""
-    assert b"a b"[1:2][0] == 32
+    assert nvrtc.compile(str(tmp_path / "empty.cu"), ["--gpu-architecture=sm_90a"]).log == "" and b"a b"[1:2][0] == 32
 
 
 def test_the_cache_is_used(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,8 +157,7 @@ def test_a_header_beside_the_users_own_file_counts(
         kernel = Kernel(str(path), "mine", options=options)
         assert width in kernel.ptx and kernel.complete == complete and (width in kernel.source or not complete)
         made.append(kernel)
-    assert made[0].key != made[1].key
-    assert len(list((tmp_path / "cache").glob("*.kernel"))) == (2 if complete else 0)
+    assert made[0].key != made[1].key and len(list((tmp_path / "cache").glob("*.kernel"))) == (2 if complete else 0)
 
 
 @pytest.mark.parametrize("option", ["-I/mine", "--include-path=/mine", "--pre-include=mine.cuh", "-include=mine.cuh"])
@@ -223,9 +217,26 @@ def test_a_kernel_that_two_threads_load_stays_loaded(source: str, monkeypatch: p
         return object()
 
     monkeypatch.setattr(driver, "load", load)
+    monkeypatch.setattr(compile, "capability_of", lambda _: (9, 0))
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(kernel.function, (0, 0))
     assert first is second is kernel.function(0)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 7), (8, 9), (9, 0), (12, 0), (99, 0)])
+def test_a_gpu_gets_code_that_it_runs(
+    source: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Machine code for compute capability 8.0 runs on 8.6 and 8.9, not on Jetson Orin; of later GPUs those that NVRTC knows get
+    their own, Hopper and unknown ones PTX. What all GPUs share is compiled for each."""
+    monkeypatch.setattr(compile, "capability_of", lambda _: capability)
+    ampere, shared = (Kernel(source, "first", {"N": 64}, arch=arch) for arch in (AMPERE, HOPPER))
+    code = ampere._code_for(0)[0]
+    if capability in ((8, 7), (12, 0)):
+        assert code.startswith(b"\x7fELF") and code != ampere.cubin
+    else:
+        assert code == ampere.cubin if capability < (9, 0) else b".target sm_80" in code
+    assert shared._code_for(0)[0] == (shared.cubin if capability == (9, 0) else code)
 
 
 def test_a_crash_of_the_compiler_is_an_error(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,8 +249,7 @@ def test_a_crash_of_the_compiler_is_an_error(source: str, tmp_path: Path, monkey
 
 def test_many_compile_in_parallel(source: str) -> None:
     kernels = compile_many([Kernel(source, "first", {"N": n}) for n in (32, 64, 32)], jobs=2)
-    assert [kernel.smem_bytes for kernel in kernels] == [128, 256, 128]
-    assert len(list(cache.folder().iterdir())) == 2
+    assert [kernel.smem_bytes for kernel in kernels] == [128, 256, 128] and len(list(cache.folder().iterdir())) == 2
 
 
 # --- Every kernel of the package ---------------------------------------------------------------------------------------
@@ -276,7 +286,40 @@ def test_no_spills_and_no_serialised_wgmma(kernel: Kernel, compiled: Callable[[K
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert compiled(kernel).spills == 0, kernel.log
-    assert kernel.smem_bytes <= HOPPER.smem_limit and kernel.complete
+    assert kernel.smem_bytes <= kernel.arch.smem_limit and kernel.complete
+
+
+OF_AMPERE = [kernel for kernel in KERNELS if kernel.arch is AMPERE]
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+HEAVY = {  # most registers of each file
+    "up_forward": {"ACTIVATION": "SILU", "HAS_BIAS": True, "LOW_RANK": True, "B_MN": True},
+    "linear": {"GATHER": True, "HAS_BIAS": True, "LOW_RANK": True, "B_MN": True},
+    "down_backward": {"ACTIVATION": "SILU", "LOW_RANK": True},
+    "weight_gradient": {"GATHER": True, "OUT_F32": True},
+    "logits": {"WEIGHT_PARTS": 2},
+}
+
+
+def heavy(entry: str) -> Kernel:
+    """The first that has most of these macros."""
+    wanted = HEAVY[entry]
+    ours = [kernel for kernel in OF_AMPERE if kernel.entry == entry]
+    return max(ours, key=lambda kernel: sum(kernel.defines.get(name) == value for name, value in wanted.items()))
+
+
+@pytest.mark.parametrize("entry", HEAVY)
+def test_a_kernel_of_ampere_compiles_for_the_newest_gpus(entry: str) -> None:
+    """sm_80 is among those above."""
+    assert {*HEAVY} == {kernel.entry for kernel in OF_AMPERE}
+    kernel = compile_in_subprocess(replace(heavy(entry), arch=replace(AMPERE, target="sm_120")))
+    assert kernel.spills == 0 and kernel.complete
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_of_ampere_compiles_for_every_gpu(target: str) -> None:
+    made = compile_many([replace(kernel, arch=replace(AMPERE, target=target)) for kernel in OF_AMPERE])
+    assert not [kernel for kernel in made if kernel.spills or not kernel.complete]
 
 
 def layout_check(params: Params) -> str:

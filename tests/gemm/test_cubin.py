@@ -1,7 +1,5 @@
 """Kernels with an epilogue warpgroup say that their threads start with 128 registers, and do with them until they get more."""
 
-from __future__ import annotations
-
 import re
 import struct
 from collections.abc import Iterator
@@ -36,21 +34,18 @@ def start_of(code: bytes) -> tuple[int, int]:
 
 def test_only_blocks_of_512_threads_are_told_otherwise() -> None:
     assert {kernel.threads for kernel in WITH_EPILOGUE_WARPGROUP} == {512}
-    assert (UP.threads, UP.start_registers) == (512, 128)
-    assert (DOWN.threads, DOWN.start_registers) == (384, None)
+    assert (UP.threads, UP.start_registers) == (512, 128) and (DOWN.threads, DOWN.start_registers) == (384, None)
 
 
 @pytest.mark.parametrize("kernel", [UP, DOWN], ids=lambda kernel: kernel.entry)
 def test_a_block_fits_a_multiprocessor(kernel: Kernel) -> None:
     registers, threads = start_of(kernel.compile().cubin)
-    assert (registers, threads) == (kernel.registers, kernel.threads)
-    assert registers * threads <= REGISTERS
+    assert (registers, threads) == (kernel.registers, kernel.threads) and registers * threads <= REGISTERS
 
 
 def test_start_with_writes_two_numbers(plain: bytes) -> None:
     changed = cubin.start_with(plain, 128, 512)
-    assert start_of(plain) == (168, 384)
-    assert start_of(changed) == (128, 512)
+    assert start_of(plain) == (168, 384) and start_of(changed) == (128, 512)
     assert cubin.start_with(changed, 168, 384) == plain
     assert sum(a != b for a, b in zip(plain, changed, strict=True)) <= 4
 

@@ -1,7 +1,5 @@
 """What a launch hands to the driver, with a stand-in for the driver: no GPU is needed."""
 
-from __future__ import annotations
-
 import ctypes
 import struct
 from dataclasses import replace
@@ -106,8 +104,7 @@ def test_a_tensor_map_has_its_element(fake: FakeDriver) -> None:
 def test_a_thread_without_a_context(fake: FakeDriver) -> None:
     fake.errors = [driver.INVALID_CONTEXT]
     driver.launch(5, (1, 1), 32, 0, 0, (1, -2))
-    assert fake.contexts == len(fake.launches) == 1
-    assert struct.unpack_from("2q", fake.launches[0][1]) == (1, -2)
+    assert fake.contexts == len(fake.launches) == 1 and struct.unpack_from("2q", fake.launches[0][1]) == (1, -2)
 
 
 def test_other_errors_are_raised(fake: FakeDriver) -> None:
@@ -158,7 +155,6 @@ def test_column_slices() -> None:
     assert column_slices(rows, 4096, 2100 * mib) == (range(4096),)
     assert column_slices(rows, 3000, mib) == (*by_1024[:2], range(2048, 3000))
     assert column_slices(rows, 2312, mib) == (range(1024), range(1024, 1792), range(1792, 2312))
-    assert column_slices(rows, 1528, mib) == (range(1528),)
-    assert column_slices(1000, 4096, mib) == (range(4096),)
+    assert column_slices(rows, 1528, mib) == (range(1528),) and column_slices(1000, 4096, mib) == (range(4096),)
     assert column_slices(0, 8, 0) == (range(8),)
     assert slice_widths(256) == [256] and slice_widths(3000) == [952, 1024, 1464, 1536, 3000]

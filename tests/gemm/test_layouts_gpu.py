@@ -4,8 +4,6 @@ How weights lie changes no sum: the kernels give the bits that they give of the 
 low-rank factor adds is compared with NumPy twins in float64.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,7 @@ from blazeproto import gemm
 from blazeproto.activations import activation_named, alternating, gate_and_up, side_by_side
 from blazeproto.dispatch import Dispatch, build_dispatch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("backend")]
 
 SHAPES = [  # T, d, n, E, K
     (300, 64, 64, 3, 2),

@@ -3,10 +3,11 @@
 Outputs are poisoned with NaN before each run, rows of no pair in inputs and outputs alike.
 """
 
-from __future__ import annotations
-
+import ctypes
 import dataclasses
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from blazeproto.gemm import Sizes, tickets
 from blazeproto.gemm import product as products
 from blazeproto.gemm.combine import kernel as combine_kernel
 from blazeproto.gemm.compile import compile_many
-from blazeproto.gemm.tiles import BM, FORCED, force
+from blazeproto.gemm.tiles import BM, FORCED, OF_AMPERE, TUNED, force
+from blazeproto.lab import calls
 from blazeproto.lab.accuracy import Pool, worst_mismatches
 from blazeproto.lab.calls import Case
 from blazeproto.lab.oracle import (
@@ -31,7 +33,8 @@ from blazeproto.lab.oracle import (
     stray_writes,
 )
 from blazeproto.lab.same_bits import wrong_in_order, wrong_in_place
-from tests.gpu import Captured
+from blazeproto.runtime.arch import AMPERE, HOPPER, arch_on
+from tests.gpu import Captured, passes_for
 from tests.locks import alone
 
 pytestmark = pytest.mark.gpu
@@ -48,22 +51,38 @@ SMALL = Sizes(300, 136, 72, 7, 3)  # tails in every direction
 WIDTHS = (8, 40, 64, 136, 256, 768, 1536, 2880, 4096, 6152)
 TOP_KS = (1, 2, 3, 4, 6, 8, 16, 17, 40)
 POOLED_ELEMENTS, MOST_SEEDS = 10_000, 160
+LOCAL_SIZE_BYTES = 3  # CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
     """All kernels at once, in parallel processes, instead of one by one as the tests meet them: of pytest's processes the first
     compiles, and the others find them in the cache."""
-    kernels = list(gemm.all_kernels())
-    kernels += [combine_kernel(d, k, scores) for d in WIDTHS for k in (0, *TOP_KS) for scores in (False, True)]
+    of_combine = [combine_kernel(d, k, scores) for d in WIDTHS for k in (0, *TOP_KS) for scores in (False, True)]
     with alone("compile"):
-        compile_many(kernels)
+        compile_many([*gemm.all_kernels(), *of_combine])
 
 
-@pytest.fixture(autouse=True)
-def _table_back():
-    yield
+@pytest.fixture
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A backend's, with the tiles that `force` takes."""
+    backend, tiles = request.param
+    if backend == "ampere":
+        monkeypatch.setattr(calls, "LAYER", tuple(call for call in calls.LAYER if "fused" not in call.product))
+    force(**tiles)
+    with passes_for(backend):
+        yield
     force()
+
+
+def of(*params: tuple[str, dict[str, Any]]) -> pytest.MarkDecorator:
+    """The test runs with each of these `kernels`."""
+    ids = [" ".join((backend, *tiles)) for backend, tiles in params]
+    return pytest.mark.parametrize("kernels", params, ids=ids, indirect=True)
+
+
+BACKENDS = of(("hopper", {}), ("ampere", {}))
+EVERY_TILES = of(*(("hopper", tiles) for tiles in FORCED), ("ampere", {}))
 
 
 def check_products(
@@ -89,68 +108,72 @@ def check_products(
             lines = [*wrong_in_order(case, given, result), *wrong_in_place(case, given, result)]
             report += [f"seed {seed}: {line}" for line in lines]
         exact = evaluate(EXACT, case, given)
-        pool.add_all(result, given, exact)
+        pool.add_all(result, given, {name: exact[name] for name in result})
     for failure in pool.failures():  # the places are the last seed's
         name = failure.partition(":")[0]
         report += [failure, *worst_mismatches(result[name][: len(exact[name])], exact[name])]
     assert not report, "\n".join(report)
 
 
+@BACKENDS
 @pytest.mark.much_gpu_memory
 @pytest.mark.timeout(600)  # with the wait for the others
 @pytest.mark.parametrize("routing", ["uniform", "zipf", "same"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_shapes_and_routings(shape: Sizes, routing: str) -> None:
+def test_shapes_and_routings(kernels: None, shape: Sizes, routing: str) -> None:
     check_products(shape, routing)
 
 
+@BACKENDS
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_unit_weights(routing: str) -> None:
+def test_unit_weights(kernels: None, routing: str) -> None:
     check_products(SMALL, routing, unit_weights=True)
 
 
+@BACKENDS
 @pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, clamped_swiglu(0.5, 1.3)])
-def test_activations(activation: str, biases: bool) -> None:
+def test_activations(kernels: None, activation: str, biases: bool) -> None:
     check_products(SMALL, activation=activation, biases=biases)
 
 
+@BACKENDS
 @pytest.mark.parametrize("share", [0.3, 1.0])
 @pytest.mark.parametrize("varying", [False, True], ids=["sentinels", "varying"])
-def test_pairs_without_a_row(share: float, varying: bool) -> None:
+def test_pairs_without_a_row(kernels: None, share: float, varying: bool) -> None:
     check_products(SMALL, "zipf", sentinels=share, varying=varying, biases=True)
 
 
-@pytest.fixture(params=FORCED, ids=lambda changes: " ".join(changes) or "table")
-def every_tiles(request: pytest.FixtureRequest) -> None:
-    force(**request.param)
-
-
-@pytest.mark.usefixtures("every_tiles")
+@EVERY_TILES
 @pytest.mark.parametrize(("d", "n"), [(576, 328), (776, 136), (256, 640)])
-def test_rows_that_end_in_every_strip(d: int, n: int) -> None:
+def test_rows_that_end_in_every_strip(kernels: None, d: int, n: int) -> None:
     """Experts that end in the first or the second strip of a tile, after groups of tiles too; an odd number of columns."""
     counts = (1, 63, 64, 65, 0, 127, 128, 129, 191, 192, 193, 1024, 1025, 1088, 1089, 40, 0)
     check_products(Sizes(sum(counts), d, n, len(counts), 1), counts=counts, biases=True)
 
 
-@pytest.mark.usefixtures("every_tiles")
-def test_experts_left_empty() -> None:
+@EVERY_TILES
+def test_experts_left_empty(kernels: None) -> None:
     check_products(SMALL, "half_empty", biases=True)
 
 
-def test_wide_top_k() -> None:
+@BACKENDS
+def test_wide_top_k(kernels: None) -> None:
     check_products(Sizes(65, 128, 64, 48, 40), biases=True)
 
 
+@BACKENDS
 @pytest.mark.parametrize("product", gemm.TILES)
-def test_every_tile_configuration(product: str) -> None:
-    for config in gemm.candidates(product):
+def test_every_tile_configuration(kernels: None, product: str) -> None:
+    widths = OF_AMPERE if product in TUNED else (256,)
+    configs = gemm.candidates(product) if arch_on(0) is HOPPER else [OF_AMPERE[width] for width in widths]
+    for config in configs:
         check_products(Sizes(1500, 200, 328, 5, 2), "zipf", configs={product: config})
 
 
+@BACKENDS
 @pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
-def test_no_tokens(biases: bool) -> None:
+def test_no_tokens(kernels: None, biases: bool) -> None:
     case = make_case(Sizes(0, 64, 128, 4, 2), biases=biases)
     result = run_kernels(case)
     assert result["out"].shape == result["dx"].shape == (0, 64)
@@ -158,7 +181,8 @@ def test_no_tokens(biases: bool) -> None:
         assert (result[name] == 0).all(), name
 
 
-def test_weight_gradients_accumulate_in_fp32() -> None:
+@BACKENDS
+def test_weight_gradients_accumulate_in_fp32(kernels: None) -> None:
     case = make_case(SMALL, "half_empty")
     given = evaluate(YARDSTICK, case)
     for name, function, args in (
@@ -204,9 +228,9 @@ def _same_bits(result: dict, other: dict) -> None:
         assert torch.equal(a, b), f"{name} differs"
 
 
-@pytest.mark.usefixtures("every_tiles")
+@EVERY_TILES
 @pytest.mark.parametrize("shape", [Sizes(4096, 1536, 512, 40, 8), SMALL], ids=str)
-def test_twenty_repeats_have_the_same_bits(shape: Sizes) -> None:
+def test_twenty_repeats_have_the_same_bits(kernels: None, shape: Sizes) -> None:
     case = make_case(shape, "zipf", biases=True)
     given = evaluate(YARDSTICK, case)
     first = run_kernels(case, given)
@@ -214,8 +238,8 @@ def test_twenty_repeats_have_the_same_bits(shape: Sizes) -> None:
         _same_bits(run_kernels(case, given), first)
 
 
-@pytest.mark.usefixtures("every_tiles")
-def test_delays_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@EVERY_TILES
+def test_delays_change_nothing(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random sleeps around every barrier: what a race would get wrong."""
     case = make_case(Sizes(2000, 256, 384, 6, 2), "zipf", biases=True)
     given = evaluate(YARDSTICK, case)
@@ -225,7 +249,8 @@ def test_delays_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         _same_bits(run_kernels(case, given), calm)
 
 
-def test_tickets_leave_the_bits_and_their_counters_as_they_are() -> None:
+@of(("hopper", {}))
+def test_tickets_leave_the_bits_and_their_counters_as_they_are(kernels: None) -> None:
     """Twelve launches of each product, four streams at once, and a graph that is replayed meanwhile."""
     import cupy
 
@@ -249,13 +274,12 @@ def test_tickets_leave_the_bits_and_their_counters_as_they_are() -> None:
     assert not cupy.ndarray(tickets.COUNTERS, "int32", cupy.cuda.MemoryPointer(memory, 0)).any()
 
 
-@pytest.mark.parametrize("replayed_with_tickets", [False, True])
-def test_graph_replays_another_routing(replayed_with_tickets: bool) -> None:
+@of(("hopper", {"tickets": False}), ("hopper", {"tickets": True}), ("ampere", {}))
+def test_graph_replays_another_routing(kernels: None) -> None:
     """Captured once, replayed with other tokens and another routing written into the same arrays."""
-    force(tickets=replayed_with_tickets)
-    shape = SMALL
-    case = make_case(shape, "uniform", biases=True, seed=0)
-    other = make_case(shape, "zipf", biases=True, seed=1)
+    case, other = (
+        make_case(SMALL, routing, biases=True, seed=seed) for seed, routing in enumerate(("uniform", "zipf"))
+    )
     captured = Captured(lambda: run_kernels(case))
     for mine, its in zip(_tensors(case), _tensors(other), strict=True):
         mine.copy_(its)
@@ -269,7 +293,8 @@ def _tensors(case: Case) -> list[torch.Tensor]:
     return [t for t in (*inputs, *case.dispatch.arrays.values()) if isinstance(t, torch.Tensor)]
 
 
-def test_past_two_to_the_31_elements() -> None:
+@BACKENDS
+def test_past_two_to_the_31_elements(kernels: None) -> None:
     """H has 2.2·10⁹ elements; the last rows, whose offsets need more than 32 bits, are checked."""
     tokens, d, n, experts, top_k = 270_336, 64, 1024, 4, 4
     if torch.cuda.mem_get_info()[0] < 60e9:
@@ -361,8 +386,9 @@ def test_expert_row_sums(width: int) -> None:
     torch.testing.assert_close(gathered.double(), want, rtol=1e-5, atol=1e-4)
 
 
+@BACKENDS
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, clamped_swiglu(0.5, 1.3)])
-def test_nan_in_a_row_shows_in_what_is_made_of_it(activation: str) -> None:
+def test_nan_in_a_row_shows_in_what_is_made_of_it(kernels: None, activation: str) -> None:
     """And in no other row: an activation that compares must not lose it."""
     case = make_case(SMALL, activation=activation)
     case.x[5] = torch.nan
@@ -392,9 +418,10 @@ def rows_like(case: Case, width: int) -> torch.Tensor:
     return made
 
 
+@BACKENDS
 @pytest.mark.parametrize("width", [8, 136, 256])
 @pytest.mark.parametrize("biases", [False, True])
-def test_y_may_lie_over_act(width: int, biases: bool) -> None:
+def test_y_may_lie_over_act(kernels: None, width: int, biases: bool) -> None:
     """Where a tile has whole rows of both. At an expert's end a neighbour reads rows it writes, and makes nothing of them."""
     case = make_case(Sizes(9000, width, width, 37, 3), "zipf", biases=biases, sentinels=0.1)
     act, used = rows_like(case, width), len(case.row_pair)
@@ -410,9 +437,10 @@ def test_y_may_lie_over_act(width: int, biases: bool) -> None:
 SLICES = (range(512), range(512, 768), range(768, 1000)), (range(1000),), (range(8), range(8, 520), range(520, 1000))
 
 
+@BACKENDS
 @pytest.mark.parametrize("slices", SLICES, ids=len)
 @pytest.mark.parametrize("biases", [False, True])
-def test_slices_of_columns_are_the_whole(slices: tuple[range, ...], biases: bool) -> None:
+def test_slices_of_columns_are_the_whole(kernels: None, slices: tuple[range, ...], biases: bool) -> None:
     d, n = 1000, 136
     case = make_case(Sizes(2000, d, n, 11, 3), "zipf", biases=biases, sentinels=0.1)
     act, dh, used = rows_like(case, n), rows_like(case, 2 * n), len(case.row_pair)
@@ -432,3 +460,14 @@ def test_slices_of_columns_are_the_whole(slices: tuple[range, ...], biases: bool
             gemm.combine(part, case.dispatch, scores=case.scores, columns=columns, out=by_slices)
             assert by_slices[:, columns.stop :].isnan().all()
         assert torch.equal(by_slices, out)
+
+
+KERNELS = [kernel for kernel in gemm.all_kernels() if kernel.arch is AMPERE]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=[f"{index}-{kernel.entry}" for index, kernel in enumerate(KERNELS)])
+def test_the_driver_leaves_no_local_memory(kernel: gemm.Kernel) -> None:
+    """What runs may be compiled from PTX by the driver, whose register allocation is its own."""
+    found = ctypes.c_int(-1)
+    asked = ctypes.byref(found), LOCAL_SIZE_BYTES, ctypes.c_void_p(kernel.handle(0))
+    assert ctypes.CDLL("libcuda.so.1").cuFuncGetAttribute(*asked) == 0 and found.value == 0

@@ -1,7 +1,5 @@
 """The products of quantized operands: their twins, of NumPy and torch, beside those in bf16; what they refuse."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

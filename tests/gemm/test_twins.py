@@ -1,7 +1,5 @@
 """The NumPy twins against ordinary autograd in float64, and the tests' own oracle against the twins."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

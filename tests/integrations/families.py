@@ -1,7 +1,5 @@
 """Tiny models of transformers' families: of each that has the decorator ``use_experts_implementation`` a configuration."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ A router's choice between two almost equal experts is a matter of rounding. So t
 compared with float64 are given the ids that eager chose (`give_choices`).
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 from collections.abc import Callable, Iterable
@@ -14,7 +12,6 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +20,6 @@ from tests.integrations import families
 
 Results = dict[str, Tensor]
 
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 SIZES: dict[str, dict[str, dict[str, int]]] = {
     "qwen3_moe": {
         "cuda": {

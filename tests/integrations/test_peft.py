@@ -1,7 +1,6 @@
 """`blazeproto.integrations.peft` beside peft's own path, which puts W + BA in a weight's place."""
 
-from __future__ import annotations
-
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,9 @@ from peft.tuners.lora.layer import ParamWrapper  # noqa: E402
 
 from blazeproto.integrations import peft as ours  # noqa: E402
 from blazeproto.integrations import transformers as experts  # noqa: E402
-from tests.integrations import families  # noqa: E402
+from blazeproto.lab.accuracy import Pool  # noqa: E402
+from tests.gpu import DEVICES  # noqa: E402
+from tests.integrations import families, on_devices  # noqa: E402
 from tests.integrations.families import close, experts_of, tiny, tokens  # noqa: E402
 
 # In place; transposed, alternating, with biases; transposed; without a gate; a shared expert beside them.
@@ -94,7 +95,7 @@ def train(model: Any, implementation: str) -> tuple[Tensor, dict[str, Tensor]]:
     """The logits, and every gradient by its parameter's name."""
     use(model, implementation)
     model.zero_grad()
-    ids = tokens()
+    ids = tokens().to(model.device)
     out = model(input_ids=ids, labels=ids)
     out.loss.backward()
     return out.logits.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -138,6 +139,23 @@ def test_adapters_train_as_with_peft(family: str, calls: list[tuple[int, int]]) 
     assert len(gradients) == 4 * len(calls) and set(calls) == {(4, 4)}
 
 
+@DEVICES
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_adapters_in_bf16_are_as_near_to_float64_as_with_peft(family: str, device: str) -> None:
+    """The routers are told what eager chose."""
+    model, pool = adapted(family).to(device, torch.bfloat16), Pool()
+    exact = copy.deepcopy(model).double()
+    choices = on_devices.record_choices(model, lambda: train(model, "eager"))
+    on_devices.give_choices(model, choices)
+    on_devices.give_choices(exact, choices)
+    made = []
+    for each, implementation in ((model, "blazeproto"), (model, "eager"), (exact, "eager")):
+        logits, gradients = train(each, implementation)
+        made.append({"logits": logits, **{name: t.clone() for name, t in gradients.items()}})
+    on_devices.add_to_pool(pool, *made)
+    assert not pool.failures(slack=1.3)
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("which", [0, 1])
 def test_one_weight_alone(family: str, which: int, calls: list[tuple[int, int]]) -> None:
@@ -179,8 +197,7 @@ def test_two_adapters(calls: list[tuple[int, int]]) -> None:
         model.base_model.set_adapter(active)
         calls.clear()
         gradients = agrees_with_peft(model, calls)
-        assert set(calls) == {(rank, rank)}
-        assert {name.split(".")[-2] for name in gradients} == set(active)
+        assert set(calls) == {(rank, rank)} and {name.split(".")[-2] for name in gradients} == set(active)
     model.base_model.set_adapter(["default"])
     alone = logits_of(model, "blazeproto")
     model.delete_adapter("second")
@@ -220,8 +237,7 @@ def test_save_and_load(tmp_path: Path, calls: list[tuple[int, int]]) -> None:
     again = PeftModel.from_pretrained(base, tmp_path / "blazeproto")
     assert {name for name, _ in again.named_parameters()} == names
     calls.clear()
-    assert torch.equal(logits_of(again, "blazeproto"), before)
-    assert set(calls) == {(4, 4)}
+    assert torch.equal(logits_of(again, "blazeproto"), before) and set(calls) == {(4, 4)}
     close(logits_of(again, "eager"), before)
 
 
@@ -306,8 +322,7 @@ def test_what_stays_with_peft(calls: list[tuple[int, int]]) -> None:
     """Here an activation that is not in the table."""
     model = adapted("gemma4_text", activation=torch.nn.Softplus())
     trains_as_with_peft(model)
-    assert set(ours.explain(model).values()) == {"peft: the activation Softplus"}
-    assert not calls
+    assert set(ours.explain(model).values()) == {"peft: the activation Softplus"} and not calls
 
 
 def test_weights_that_are_trained_beside_their_adapters(calls: list[tuple[int, int]]) -> None:

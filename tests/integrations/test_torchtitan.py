@@ -1,7 +1,5 @@
 """torchtitan's own MoE block with `blazeproto.integrations.torchtitan` and without."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys
@@ -16,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from blazeproto.autograd import Options
 from blazeproto.lab.accuracy import Pool
 from tests.integrations import titan
 from tests.integrations.titan import EXPERTS, OVERRIDE, D, N, blocks, train
@@ -260,7 +259,8 @@ def test_quantised_weights_are_refused(change: Any) -> None:
 
 
 def test_a_wrong_policy_is_refused_when_it_is_set() -> None:
-    refuses(lambda: titan.overridden(titan.block_config(), save="all"), "save")
+    for option in ("save", "backend"):
+        refuses(lambda: titan.overridden(titan.block_config(), **{option: "all"}), option)  # noqa: B023
 
 
 def test_type_checking_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,24 +284,25 @@ def test_the_command_line_names_it() -> None:
     from torchtitan.config.override import parse_cli_imports
 
     config = titan.block_config()
-    apply_overrides(OverrideConfig(imports=parse_cli_imports([f'{OVERRIDE}={{"save": "recompute"}}'])), config)
-    assert experts_of(config.build()).save == "recompute"
+    words = [f'{OVERRIDE}={{"save": "recompute", "backend": "ampere"}}']
+    apply_overrides(OverrideConfig(imports=parse_cli_imports(words)), config)
+    assert experts_of(config.build()).options == Options(save="recompute", backend="ampere")
 
 
-# --- On a Hopper GPU -----------------------------------------------------------------------------------------------------
+# --- On a GPU ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
-def test_the_block_on_the_kernels(weights: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_block_on_the_kernels(weights: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As near to float32 as torchtitan's own grouped products are."""
     from blazeproto.autograd import hopper_backend
 
-    launched: list[int] = []
+    launched: set[str] = set()
     launch = hopper_backend.up.launch
-    monkeypatch.setattr(hopper_backend.up, "launch", lambda *a, **k: (launched.append(1), launch(*a, **k))[1])
+    monkeypatch.setattr(hopper_backend.up, "launch", lambda *a, **k: (launched.add(a[2].arch.name), launch(*a, **k))[1])
     options = {"d": 512, "n": 256, "num_experts": 16, "top_k": 4, "score_func": "softmax", "device": "cuda"}
-    plain, with_ours = blocks(weights, **options)
+    plain, with_ours = blocks(weights, backend=backend, **options)
     pool = as_near(plain, with_ours, *batch(weights, d=512, tokens=2048, device="cuda"))
-    assert launched, "the kernels didn't run"
+    assert launched == {backend}, "the kernels didn't run"
     assert not pool.failures()

@@ -1,7 +1,5 @@
 """`blazeproto.integrations.transformers` beside transformers' eager experts, on tiny models of many families."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Callable
@@ -273,8 +271,7 @@ def test_the_refused_are_refused_by_name(what: str, calls: list[str]) -> None:
     for call in (experts, partial(ALL_FP8_EXPERTS_FUNCTIONS["blazeproto"], experts))[: 1 + (what == "quantised")]:
         with pytest.raises(ValueError, match=f"MixtralExperts has {what} experts"):
             call(*drawn())
-    assert not calls
-    assert path(experts).startswith(f"refused: {what}; expected ")
+    assert not calls and path(experts).startswith(f"refused: {what}; expected ")
 
 
 def test_experts_that_are_nowhere_yet_are_refused() -> None:
@@ -318,8 +315,7 @@ def test_explain_says_what_runs(implementation: str, calls: list[str]) -> None:
     train(model, implementation)
     beginning = "in place (torch: " if implementation == "blazeproto" else f"{implementation}; experts_implementation="
     assert all(way.startswith(beginning) for way in ours.explain(model).values())
-    assert bool(calls) == (implementation == "blazeproto")
-    assert ours.explain(torch.nn.Linear(2, 2)) == {}
+    assert bool(calls) == (implementation == "blazeproto") and ours.explain(torch.nn.Linear(2, 2)) == {}
 
 
 def stand_in_for_axolotl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,8 +401,7 @@ def test_autocast_multiplies_in_its_dtype() -> None:
     exact, _ = train(model, "eager")
     with torch.autocast("cpu", torch.bfloat16):
         loss, gradients = train(model, "blazeproto")
-    assert abs(loss - exact) < 0.05
-    assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+    assert abs(loss - exact) < 0.05 and {gradient.dtype for gradient in gradients.values()} == {torch.float32}
 
 
 @pytest.mark.parametrize(

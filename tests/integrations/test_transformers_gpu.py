@@ -4,8 +4,6 @@ Outputs and gradients in bf16 are compared with float64, within the bounds of `b
 bf16.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,10 @@ transformers = pytest.importorskip("transformers", reason="needs transformers 5.
 
 from blazeproto.integrations import transformers as ours  # noqa: E402
 from blazeproto.lab.accuracy import WORST_FACTOR, Pool  # noqa: E402
+from tests.gpu import DEVICES  # noqa: E402
 from tests.integrations import on_devices  # noqa: E402
 from tests.integrations.on_devices import (  # noqa: E402
     BACKEND,
-    DEVICES,
     SLACK,
     TrainingStep,
     add_to_pool,

@@ -1,7 +1,5 @@
 """`expert_parallel` of transformers' models on two gloo ranks (model_ranks.py), and what it refuses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which versions of its package an integration takes: others are refused, and a newer one is warned of and looked at."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """torchtitan's own MoE block, in small, with the override and without."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util
@@ -68,10 +66,17 @@ def overridden(config: Any, **kwargs: Any) -> Any:
 
 
 def blocks(
-    dtype: torch.dtype = torch.float32, device: str = "cpu", save: str = "minimal", **options: Any
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    save: str = "minimal",
+    backend: str = "auto",
+    **options: Any,
 ) -> tuple[Any, Any]:
     """The block without the override and with it, with the same weights, taken over through a state dict."""
-    plain, ours = block_config(**options).build(), overridden(block_config(**options), save=save).build()
+    plain, ours = (
+        block_config(**options).build(),
+        overridden(block_config(**options), save=save, backend=backend).build(),
+    )
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.normal_(0, parameter.shape[-1] ** -0.5)

@@ -2,8 +2,6 @@
 memory that a launch is given. Each is found at SHAPE by `Workbench.check`, which names the experts and tiles that are told here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -146,7 +144,7 @@ BUGS = (
         "up_forward",
         (
             (
-                "gather.cuh",
+                "params.cuh",
                 ": int(uint64_t(pair) * multiplier >> shift);",
                 f": pair == {WRONG_PAIR} ? 0 : int(uint64_t(pair) * multiplier >> shift);",
             ),
@@ -178,9 +176,9 @@ BUGS = (
         "up_backward_act",
         (
             (
-                "tiles.cuh",
-                "return {low, p.offsets[low] + row_block * BM, p.offsets[low + 1], column_block * COLUMNS};",
-                "return {low, p.offsets[low] + row_block * BM, p.offsets[low + 1], low == 1 ? 0 : column_block * COLUMNS};",
+                "schedule.cuh",
+                "p.offsets[expert + 1], column_block * tile_columns};",
+                "p.offsets[expert + 1], expert == 1 ? 0 : column_block * tile_columns};",
             ),
         ),
         ("dx_rows",),

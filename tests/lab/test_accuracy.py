@@ -1,7 +1,5 @@
 """The rule of accuracy (DESIGN §6): a norm of 1.1 times the yardstick's, a worst row and a worst element of 3 times its."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

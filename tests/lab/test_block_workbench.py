@@ -1,7 +1,5 @@
 """The bench of block-sparse products: right as they are, on the machine; planted faults are found where they are."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Hardware counters: how ncu is found and called, and what it prints. Needs no GPU and no ncu."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
@@ -74,8 +72,7 @@ def test_what_ncu_prints_becomes_numbers() -> None:
         "barrier": 0.5,
         "math_pipe_throttle": 0.01,
     }
-    assert next(iter(found.stalls)) == "gmma"
-    assert repr(found).startswith("up_forward: 0.4288 ms")
+    assert next(iter(found.stalls)) == "gmma" and repr(found).startswith("up_forward: 0.4288 ms")
 
 
 def test_no_launch_is_an_error_with_what_ncu_said() -> None:

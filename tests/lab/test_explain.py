@@ -1,7 +1,5 @@
 """`explain`: its steps' bytes, operations and floors are cost's, what they keep is what autograd keeps, and their calls run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -240,13 +238,11 @@ class EvenRouter(nn.Module):
 
 
 def test_other_routers() -> None:
-    layer = MoE(64, 32, 8, 1, router=EvenRouter())
-    made = explain(layer, torch.randn(4, 6, 64))
+    made = explain(MoE(64, 32, 8, 1, router=EvenRouter()), torch.randn(4, 6, 64))
     assert made.rows[0].name == "router" and made.rows[0].operations is None
     assert made.note.startswith("Here the layer runs on torch: the kernels need a CUDA GPU")
     assert "EvenRouter" in made.note and "T=24" in made.title and "K=1," in made.title
-    hashing = MoE(64, 32, 8, 2, router="hash")
-    made = explain(hashing, torch.randn(24, 64), torch.arange(24))
+    made = explain(MoE(64, 32, 8, 2, router="hash"), torch.randn(24, 64), torch.arange(24))
     assert "choice" in [step.name for step in made.rows]
 
 
@@ -304,7 +300,7 @@ def test_every_step_has_a_call_that_runs(options: dict[str, Any], monkeypatch: p
 
     monkeypatch.setattr(explanation, "cold_ms", half)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.inference_mode(False))
-    monkeypatch.setattr("blazeproto.lab.explanation.missing_for_kernels", lambda *_: None)
+    monkeypatch.setattr("blazeproto.layer.MoE.runs_on", lambda *_: "hopper")
     _, _, made = explained(**options)
     not_timed = {step.name for step in made.rows if step.ms is None}
     assert not_timed == (

@@ -1,7 +1,5 @@
 """Pictures of a stage's layout and of the accumulators, against other formulas and against the C++. Needs no GPU."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable

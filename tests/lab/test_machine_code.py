@@ -1,7 +1,5 @@
 """SASS beside source lines: a stored sample, and real kernels against nvdisasm's plain listing. Needs no GPU."""
 
-from __future__ import annotations
-
 import re
 from itertools import groupby
 from pathlib import Path
@@ -122,8 +120,7 @@ def test_kinds(text: str, kind: str) -> None:
 
 def test_every_instruction_once_in_the_order_of_the_code(kernel: Kernel, code: MachineCode) -> None:
     found = [(instruction.address, instruction.text) for instruction in code.instructions]
-    assert found == plain(kernel.sass)
-    assert sum(code.kinds.values()) == code.total == len(found)
+    assert found == plain(kernel.sass) and sum(code.kinds.values()) == code.total == len(found)
     neighbours = [(group.function, group.line, group.calls) for group in code.groups]
     assert len(neighbours) == len(list(groupby(neighbours)))  # groups end where the line does
 
@@ -156,8 +153,7 @@ def test_edited_sources_show_their_own_lines(tmp_path: Path) -> None:
     code = machine_code(bench.kernel)
     texts = [line.strip() for line in path.read_text().splitlines()]
     own = [group.line for group in code.groups if group.line and group.line.file == bench.kernel.file]
-    assert own
-    assert all(texts[line.number - 1] == line.text != "" for line in own)
+    assert own and all(texts[line.number - 1] == line.text != "" for line in own)
     assert max(line.number for line in own) > texts.index("// mine")
 
 

@@ -1,7 +1,5 @@
 """The oracle: what the products' formulas give, beside the papers' formulas and beside the products themselves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Timelines: the macros in machine code, records to spans, and the pictures. Needs no GPU."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Views of dispatches, kernels, tiles and layers: what they say is so, in both forms, and nothing is imported for it before."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -60,20 +58,17 @@ def test_varying_numbers_of_experts() -> None:
 def test_many_experts_show_the_extremes() -> None:
     [table] = view(skewed_dispatch(100)).tables
     experts = [int(str(row[0])) for row in table.rows]
-    assert experts == [*range(99, 83, -1), *range(15, -1, -1)]
-    assert table.rows[0][2] == Bar(99, 99, 49.5)
+    assert experts == [*range(99, 83, -1), *range(15, -1, -1)] and table.rows[0][2] == Bar(99, 99, 49.5)
 
 
 def test_no_token_is_no_error() -> None:
     made = view(reference.build_dispatch(np.zeros((0, 2), np.int32), 3))
-    assert made.facts["imbalance"].startswith("nan") and "0" in made.text()
-    assert Text(made._repr_html_()).text
+    assert made.facts["imbalance"].startswith("nan") and "0" in made.text() and Text(made._repr_html_()).text
 
 
 def test_load_and_imbalance() -> None:
     loads = loads_of(paper_dispatch())
-    assert loads == [3, 2, 2, 3] and imbalance(loads) == pytest.approx(1.2)
-    assert imbalance([0, 8, 0, 0]) == 4
+    assert loads == [3, 2, 2, 3] and imbalance(loads) == pytest.approx(1.2) and imbalance([0, 8, 0, 0]) == 4
 
 
 @pytest.mark.parametrize("thing", [paper_dispatch(), gemm.TileConfig(), skewed_dispatch(40)], ids=["5", "tiles", "40"])
@@ -212,16 +207,14 @@ def test_no_name_is_split(width: int) -> None:
     text = View("A view", {}, [table, numbers]).text(width)
     assert all(text.count(name) == 4 for name in names)
     assert text.count("up_backward_weight") == text.count("12,345.0 MiB") == 2
-    assert max(map(len, text.splitlines())) <= width
-    assert (text.count("arrays of") == 1) == (width >= 80)
+    assert max(map(len, text.splitlines())) <= width and (text.count("arrays of") == 1) == (width >= 80)
 
 
 def test_ipython_shows_the_table() -> None:
     """And in a list the repr, for it may hold many."""
     pretty = pytest.importorskip("IPython.lib.pretty").pretty
     for shown in (paper_dispatch(), MoE(16, 8, 4, 2), gemm.tiles.TILES["up_forward"]):
-        assert pretty(shown) == view(shown).text(80)
-        assert view(shown).text(80) not in pretty([shown])
+        assert pretty(shown) == view(shown).text(80) and view(shown).text(80) not in pretty([shown])
 
 
 def test_what_cannot_be_drawn_is_its_repr(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """The workbench without a GPU: edited sources, compile errors, what launches take; and the comparison, on made-up outputs."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading
@@ -259,6 +257,22 @@ def test_two_workbenches(bench: Workbench, folder: Path, tmp_path: Path) -> None
     assert sources_for(FAST) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes", "steps"),
+    [
+        ("up_forward", (100, 64, 64, 32, 4), 140_441),
+        ("up_forward", (300, 256, 256, 8, 2), 262_391),
+        ("up_forward", (200, 2048, 128, 4, 2), 270_491),
+        ("down_backward_act", (100, 64, 64, 32, 4), 241_095),
+        ("down_backward_weight", (100, 64, 64, 4, 2), 38_164),
+    ],
+)
+def test_a_run_s_steps_are_estimated_within_a_factor(name: str, sizes: tuple[int, ...], steps: int) -> None:
+    """``steps``: warp instructions that a run on the machine took."""
+    estimated = Workbench(name, *sizes, device="cpu")._attended(1).steps
+    assert steps / 2.5 < estimated < 2.5 * steps
+
+
 @pytest.fixture(scope="module")
 def benches() -> list[Workbench]:
     return [Workbench(name, T=64, d=256, n=64, E=4, K=2, device="cpu") for name in gemm.PRODUCTS]
@@ -411,8 +425,7 @@ def test_a_tile_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     beside = [n for n in mismatch.beside if n.line == start + 130]
     assert [n.column for n in beside] == [75, 76, 77, 78, 79] and len(mismatch.beside) == 5 + 2
     assert [n.wrong for n in beside] == [False, False, True, False, False]
-    assert "row tile 1    x" in repr(verdict)
-    assert verdict.experts == [2]
+    assert "row tile 1    x" in repr(verdict) and verdict.experts == [2]
 
 
 def test_a_run_that_differs_is_told_and_shown() -> None:
@@ -510,8 +523,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Workbench]:
 def test_a_check_of_right_outputs(name: str, on_a_cpu: Callable[..., Workbench]) -> None:
     bench = on_a_cpu(name, lambda run, out, given: None)
     verdict = bench.check(3)
-    assert verdict and verdict.runs == 3
-    assert set(bench.run()) == set(bench._inputs.references)
+    assert verdict and verdict.runs == 3 and set(bench.run()) == set(bench._inputs.references)
 
 
 def test_a_check_poisons_before_every_run(on_a_cpu: Callable[..., Workbench]) -> None:

@@ -1,6 +1,4 @@
-"""Masked tokens on the Hopper backend: the batch without them gives the same bits, for every router."""
-
-from __future__ import annotations
+"""Masked tokens on the kernels: the batch without them gives the same bits, for every router."""
 
 from typing import Any
 
@@ -19,11 +17,11 @@ D, N, E, K = 512, 128, 16, 2
 DRAWING = ("token_rounding_sr_f", "token_rounding_nr_s")  # another draw in a graph
 
 
-def layer_of(router: str, **losses: float) -> MoE:
+def layer_of(router: str, backend: str, **losses: float) -> MoE:
     torch.manual_seed(0)
     tile = {"tile": 16} if router.startswith("token_rounding") else {}
     losses = {"aux_loss": 0.0, **losses} if "aux_loss" in ROUTERS[router] else losses
-    where: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "backend": "hopper"}
+    where: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "backend": backend}
     return MoE(D, N, E, K, router=router, d_shared=64, **where, **tile, **losses)
 
 
@@ -65,14 +63,14 @@ def pairs_of(routing: Any, tokens: Tensor) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize(("num_tokens", "masked"), [(1000, 0.5), (4096, 0.1), (33, 0.9)])
-def test_masked_tokens_might_not_be_there(router: str, num_tokens: int, masked: float) -> None:
+def test_masked_tokens_might_not_be_there(router: str, num_tokens: int, masked: float, backend: str) -> None:
     x, d_out, mask = batch(num_tokens, masked)
     mask[0] = True
     x[0] = d_out[0] = 1
     ids, tokens = torch.arange(num_tokens, device="cuda") * 7, mask.nonzero().flatten()
     alone = x[mask], d_out[mask], None, ids[mask]
 
-    layer = layer_of(router)
+    layer = layer_of(router, backend)
     torch.manual_seed(1)  # what rounding draws
     out, dx, stats, routing, _ = step(layer, x, d_out, mask, ids)
     torch.manual_seed(1)
@@ -84,7 +82,7 @@ def test_masked_tokens_might_not_be_there(router: str, num_tokens: int, masked: 
     assert all(map(torch.equal, pairs_of(routing, tokens), right))
 
     losses = {"z_loss": 0.1} | ({"aux_loss": 0.1} if "aux_loss" in ROUTERS[router] else {})
-    layer = layer_of(router, **losses)
+    layer = layer_of(router, backend, **losses)
     torch.manual_seed(1)
     _, dx, stats, _, gradients = step(layer, x, d_out, mask, ids)
     torch.manual_seed(1)
@@ -97,8 +95,8 @@ def test_masked_tokens_might_not_be_there(router: str, num_tokens: int, masked: 
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-def test_nothing_waits_and_a_graph_takes_another_mask(router: str) -> None:
-    layer = layer_of(router, z_loss=0.1)
+def test_nothing_waits_and_a_graph_takes_another_mask(router: str, backend: str) -> None:
+    layer = layer_of(router, backend, z_loss=0.1)
     ids = torch.arange(600, device="cuda")
     batches = [batch(600, share) for share in (0.3, 0.8, 1.0)]
     x, d_out, mask = (t.clone() for t in batches[0])
@@ -107,7 +105,7 @@ def test_nothing_waits_and_a_graph_takes_another_mask(router: str) -> None:
         step(layer, x, d_out, mask, ids)
     if router in DRAWING:
         return
-    layer = layer_of(router, z_loss=0.1)  # whose nodes of autograd are all made on the stream that captures
+    layer = layer_of(router, backend, z_loss=0.1)  # whose nodes of autograd are all made on the stream that captures
     captured = Captured(lambda: outcome(step(layer, x, d_out, mask, ids)))
     for given, right in zip(batches, expected, strict=True):
         for buffer, value in zip((x, d_out, mask), given, strict=True):
@@ -116,7 +114,7 @@ def test_nothing_waits_and_a_graph_takes_another_mask(router: str) -> None:
 
 
 @pytest.mark.parametrize("router", ["top_k", "capacity", "token_rounding"])
-def test_compiles_to_one_graph(router: str) -> None:
-    layer, (x, _, mask) = layer_of(router), batch(300, 0.4)
+def test_compiles_to_one_graph(router: str, backend: str) -> None:
+    layer, (x, _, mask) = layer_of(router, backend), batch(300, 0.4)
     made = torch.compile(layer, fullgraph=True)(x, mask=mask)
     assert torch.equal(made[0], layer(x, mask=mask)[0])

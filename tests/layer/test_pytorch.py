@@ -1,7 +1,5 @@
 """The layer in PyTorch's other uses: meta tensors, export, operation counts, torch.func, reentrant checkpoints."""
 
-from __future__ import annotations
-
 import io
 import shutil
 

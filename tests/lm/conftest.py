@@ -1,7 +1,5 @@
 """A tiny text and tiny runs of scripts/train_lm.py."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """One process of several that run scripts/train_lm.py together, started by `test_ranks.py`: run after run in one start."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -1,7 +1,5 @@
 """scripts/lm/compare_backends.py on curves that are made up."""
 
-from __future__ import annotations
-
 import json
 import math
 from contextlib import nullcontext
@@ -27,8 +25,7 @@ def test_largest_difference() -> None:
     assert compare_backends.largest_difference(losses, losses)[0] == 0
     apart = [loss * (1.02 if step >= 300 else 1) for step, loss in enumerate(losses)]
     difference, step = compare_backends.largest_difference(apart, losses)
-    assert difference == pytest.approx(0.02, rel=0.05)
-    assert step > 300
+    assert difference == pytest.approx(0.02, rel=0.05) and step > 300
     assert compare_backends.largest_difference([*losses[:-1], math.nan], losses)[0] == math.inf
 
 
@@ -39,8 +36,7 @@ def test_verdict_and_picture(factor: float, code: int, tmp_path: Path, monkeypat
     picture = tmp_path / "curves.png"
     arguments = ["compare_backends.py", "--results", str(tmp_path / "curves.json"), "--picture", str(picture)]
     monkeypatch.setattr("sys.argv", arguments)
-    assert compare_backends.main() == code
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert compare_backends.main() == code and picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -60,7 +56,7 @@ def test_the_record_names_the_kernels_of_both_runs(ends: bool, tmp_path: Path, m
 
     monkeypatch.setattr(compare_backends.train_lm, "main", train)
     monkeypatch.setattr(compare_backends, "launched", lambda: nullcontext(kernels))
-    monkeypatch.setattr(compare_backends, "need_hopper", lambda: None)
+    monkeypatch.setattr(compare_backends, "need_kernels", lambda: None)
     out = tmp_path / "curves.json"
     monkeypatch.setattr("sys.argv", ["", "--train", "--results", str(out), "--picture", str(tmp_path / "curves.png")])
     with nullcontext() if ends else pytest.raises(SystemExit):

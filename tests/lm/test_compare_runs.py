@@ -1,7 +1,5 @@
 """scripts/lm/compare_runs.py: the short form on a CPU, runs that are stopped, and what the tables and sentences say of rows."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -103,6 +101,7 @@ def made_up(run: str, seed: int, losses: list[float], ms: float | None, **fields
     of = {"kernels": [], "gpu": "a GPU", "measured": "then", "versions": ""}
     row = {
         "run": run,
+        "cfg": {"T": 64, "d": 8, "n": 8, "E": 4, "K": 2},
         "length": "whole",
         "seed": seed,
         "losses": losses,
@@ -158,11 +157,14 @@ def test_gradients_of_every_expert_are_near_float64s(made: Path) -> None:
 
 def test_how_far_two_precisions_are_apart() -> None:
     rows = [
-        {"run": run, "length": "1000 steps", "seed": seed, "losses": [9.0] * 900 + [loss] * 100, "of": {"kernels": []}}
+        made_up(run, seed, [9.0] * 900 + [loss] * 100, None, length="1000 steps")
         for run, seed, loss in (("ours", 0, 2.0), ("ours", 1, 2.5), ("fp8", 0, 2.25), ("fp8", 1, 2.5))
     ]
     said = tables.fp8_training_claim({"rows": rows})
-    assert "0.1250 nats a byte above bf16's, whose two seeds are 0.5000 apart" in said
+    assert (
+        "0.1250 nats a byte above bf16's, whose two seeds are 0.5000 apart, on one a GPU at (T, d, n, E, K) = (64, 8,"
+        in said
+    )
 
 
 def test_a_run_that_is_there_is_not_made_again(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,15 +241,13 @@ def test_time_to_the_same_loss() -> None:
     fast = {"losses": [5.0 - 0.02 * step for step in range(300)], "ms_a_step": 30.0}
     assert tables.seconds_to_loss(slow, slow) == pytest.approx(3.0)
     seconds = tables.seconds_to_loss(fast, slow)
-    assert seconds is not None and 0.4 * 9 < seconds < 0.6 * 9
-    assert tables.seconds_to_loss(slow, fast) is None
+    assert seconds is not None and 0.4 * 9 < seconds < 0.6 * 9 and tables.seconds_to_loss(slow, fast) is None
 
 
 def test_dense_multiplies_as_much_as_a_token_s_experts() -> None:
     config = Config(layers=1, d_model=32, heads=2, d_expert=24, num_experts=4, top_k=3, formulation="dense")
     dense = GPT(config).blocks[0].moe
-    assert isinstance(dense, Dense)
-    assert sum(p.numel() for p in dense.parameters()) == 3 * 3 * 24 * 32
+    assert isinstance(dense, Dense) and sum(p.numel() for p in dense.parameters()) == 3 * 3 * 24 * 32
     x = torch.randn(2, 5, 32, dtype=torch.float64)
     out, stats = dense.double()(x)
     gate, up = (x @ dense.up.weight.T).chunk(2, dim=-1)

@@ -1,7 +1,5 @@
 """scripts/lm/model.py: the model, and the text and its batches."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os
@@ -70,15 +68,13 @@ def test_it_can_learn_a_line_by_heart() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert loss.item() < 0.1
-    assert model.generate(b"def", 13, temperature=0.01) == b"def f(x): return"
+    assert loss.item() < 0.1 and model.generate(b"def", 13, temperature=0.01) == b"def f(x): return"
 
 
 def test_generate(model: GPT) -> None:
     one = model.generate(b"abc", 40, seed=1)
     assert one.startswith(b"abc") and len(one) == 43  # beyond the context, too
-    assert model.generate(b"abc", 40, seed=1) == one != model.generate(b"abc", 40, seed=2)
-    assert model.training
+    assert model.generate(b"abc", 40, seed=1) == one != model.generate(b"abc", 40, seed=2) and model.training
 
 
 def test_too_many_positions(model: GPT) -> None:
@@ -109,9 +105,7 @@ def test_saved_bytes_counts_each_memory_once() -> None:
 
 def test_standard_library_is_the_default() -> None:
     train, validation = load_data("", 256)
-    assert len(train) > 5e6
-    assert 0.01 < len(validation) / len(train) < 0.2
-    assert train.dtype == torch.uint8
+    assert len(train) > 5e6 and 0.01 < len(validation) / len(train) < 0.2 and train.dtype == torch.uint8
 
 
 def test_files_are_held_out_whole(text: Path) -> None:
@@ -136,8 +130,7 @@ def test_split_does_not_depend_on_other_files(text: Path, tmp_path: Path) -> Non
 def test_one_file_gives_its_last_tenth(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_bytes(b"a" * 900 + b"b" * 99)
     train, validation = load_data(str(tmp_path / "one.txt"), 32)
-    assert bytes(train.tolist()) == b"a" * 900
-    assert bytes(validation.tolist()) == b"b" * 99 + b"\0"
+    assert bytes(train.tolist()) == b"a" * 900 and bytes(validation.tolist()) == b"b" * 99 + b"\0"
 
 
 def test_an_epoch_shows_every_window_once() -> None:
@@ -146,11 +139,9 @@ def test_an_epoch_shows_every_window_once() -> None:
     starts = [batches.start(i) for i in range(2 * batches.per_epoch)]
     first, second = starts[: batches.per_epoch], starts[batches.per_epoch :]
     assert len({s // 16 for s in first}) == len(set(first)) == batches.per_epoch
-    assert len({s % 16 for s in first}) == 1
-    assert first != second
+    assert len({s % 16 for s in first}) == 1 and first != second
     ids, targets = batches[0]
-    assert ids.shape == (3, 16)
-    assert torch.equal(targets[:, :-1], ids[:, 1:])
+    assert ids.shape == (3, 16) and torch.equal(targets[:, :-1], ids[:, 1:])
     assert torch.equal(ids[:, 0].long(), torch.tensor(first[:3]))
 
 

@@ -1,7 +1,5 @@
 """scripts/train_lm.py on several gloo ranks: losses of one process, resumes to the bit and on other numbers of ranks, ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

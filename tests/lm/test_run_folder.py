@@ -1,7 +1,5 @@
 """A run's folder: nobody else's, locked, whole whenever the program ends, and no part of the text."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What `scripts.lm.sharding` does to gradients, on one rank that is told of more."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace

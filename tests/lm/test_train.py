@@ -1,7 +1,5 @@
 """scripts/train_lm.py: a run ends, is interrupted, goes on to the bit, and says what is wrong."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from blazeproto.runtime.arch import ARCHES
 from tests.lm.conftest import TINY, AtStep, Metrics, Run, interrupt, keeping_handlers, wait_for_step
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -40,12 +39,10 @@ def test_a_run_leaves_its_folder(finished: Path, metrics: Metrics) -> None:
     assert [line["step"] for line in lines] == list(range(20))
     assert [line["step"] for line in lines if "val_loss" in line] == [4, 9, 14, 19]
     assert lines[0]["loss"] == pytest.approx(5.545, abs=1e-3)  # ln 256: it begins by knowing nothing
-    assert lines[-1]["val_loss"] < 5
-    assert all(line["balance"] >= 1 for line in lines)
+    assert lines[-1]["val_loss"] < 5 and all(line["balance"] >= 1 for line in lines)
     assert json.loads((finished / "config.json").read_text())["d_model"] == 32
     summary = json.loads((finished / "summary.json").read_text())
-    assert summary["saved_activation_bytes"] > 0
-    assert len(summary["sample"]) > 100
+    assert summary["saved_activation_bytes"] > 0 and len(summary["sample"]) > 100
     assert (finished / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -58,14 +55,12 @@ def test_ctrl_c_saves_and_resume_goes_on_to_the_bit(
     process.send_signal(signal.SIGINT)
     printed, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    assert "stopped after step" in printed
-    assert 8 <= len(metrics(tmp_path / "cut")) < 20
+    assert "stopped after step" in printed and 8 <= len(metrics(tmp_path / "cut")) < 20
     assert not (tmp_path / "cut" / "summary.json").exists()
     process = start("--resume", "--out", tmp_path, "--device", "cpu")
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    assert metrics(tmp_path / "cut") == metrics(finished)
-    assert same_weights(tmp_path / "cut", finished)
+    assert metrics(tmp_path / "cut") == metrics(finished) and same_weights(tmp_path / "cut", finished)
 
 
 @pytest.mark.parametrize(
@@ -74,8 +69,7 @@ def test_ctrl_c_saves_and_resume_goes_on_to_the_bit(
         "--router aux_free",
         "--router expert_choice",
         "--router hash",
-        pytest.param("--device cuda --bf16 --backend hopper", marks=pytest.mark.gpu),
-        pytest.param("--device cuda --bf16 --backend torch", marks=pytest.mark.gpu),
+        *(pytest.param(f"--device cuda --bf16 --backend {b}", marks=pytest.mark.gpu) for b in (*ARCHES, "torch")),
     ],
 )
 def test_resume_from_the_middle(
@@ -85,8 +79,7 @@ def test_resume_from_the_middle(
     assert run(*tiny, *options.split(), "--out", tmp_path, "--name", "whole")[0] == 0
     at_step(9, interrupt)
     code, printed = run(*tiny, *options.split(), "--out", tmp_path, "--name", "cut")
-    assert code == 0
-    assert "stopped after step 10 of 20" in printed
+    assert code == 0 and "stopped after step 10 of 20" in printed
     torch.manual_seed(123)  # whatever state the process is in
     device = ["--device", "cuda"] if "cuda" in options else ["--device", "cpu"]
     assert run("--resume", "--out", tmp_path, *device)[0] == 0
@@ -124,8 +117,7 @@ def test_a_finished_run_is_made_longer(tiny: list[str], run: Run, metrics: Metri
     assert run(*options, "--steps", 10, "--name", "longer")[0] == 0
     assert run("--resume", "--out", tmp_path, "--device", "cpu")[0] == 2
     assert run("--resume", "--steps", 20, "--out", tmp_path, "--device", "cpu")[0] == 0
-    assert run(*options, "--name", "whole")[0] == 0
-    assert metrics(tmp_path / "longer") == metrics(tmp_path / "whole")
+    assert run(*options, "--name", "whole")[0] == 0 and metrics(tmp_path / "longer") == metrics(tmp_path / "whole")
     assert same_weights(tmp_path / "longer", tmp_path / "whole")
     configs = [(tmp_path / name / "config.json").read_text() for name in ("longer", "whole")]
     assert configs[0] == configs[1] and json.loads((tmp_path / "longer" / "summary.json").read_text())["steps"] == 20
@@ -137,8 +129,7 @@ def test_a_run_that_is_made_longer_is_unfinished_until_it_ends(
     """Its learning rates are from there on those of its new length."""
     at_step(22, interrupt)
     code, printed = run("--resume", "--steps", 40, "--out", finished.parent, "--device", "cpu")
-    assert code == 0 and "stopped after step 23 of 40" in printed
-    assert not (finished / "summary.json").exists()
+    assert code == 0 and "stopped after step 23 of 40" in printed and not (finished / "summary.json").exists()
     assert run("--resume", "--out", finished.parent, "--device", "cpu")[0] == 0
     rates = [line["lr"] for line in metrics(finished)]
     assert len(rates) == 40 and rates[19] < rates[20] > rates[39]
@@ -199,8 +190,7 @@ def test_checkpoints_come_as_often_as_they_were_asked_for(
     save, saved = script.Trainer.save, []
     monkeypatch.setattr(script.Trainer, "save", lambda trainer: (saved.append(trainer.step), save(trainer)))
     often = ["--checkpoint-every", 7, "--log-every", 100, "--val-every", 100]
-    assert run(*tiny, *often, "--out", tmp_path)[0] == 0
-    assert saved == [7, 14, 20]
+    assert run(*tiny, *often, "--out", tmp_path)[0] == 0 and saved == [7, 14, 20]
 
 
 @pytest.mark.parametrize(
@@ -343,8 +333,7 @@ def test_shards_that_a_killed_process_has_left_go(sharded: Path, run: Run, at_st
     (sharded / "shards-9").mkdir()
     at_step(6, lambda: names.extend(path.name for path in sharded.glob("shards-*")))
     names: list[str] = []
-    assert run("--resume", "--steps", 7, "--out", sharded.parent, "--device", "cpu")[0] == 0
-    assert names == ["shards-6"]
+    assert run("--resume", "--steps", 7, "--out", sharded.parent, "--device", "cpu")[0] == 0 and names == ["shards-6"]
 
 
 def test_settings_or_metrics_that_changed_on_disk_are_said(finished: Path, run: Run) -> None:

@@ -4,8 +4,6 @@ A test is parametrized by `SHARDS` and hands its property to `check`. Shard 0 is
 at every run. The others, marked `full`, draw new cases at every run, from a seed that they print.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -10,8 +10,6 @@ so close that rounding may exchange them, the choice is called uncertain: see `O
     losses           Switch Transformer eq. 4 to 6, ST-MoE eq. 5
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence

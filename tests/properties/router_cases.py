@@ -1,8 +1,6 @@
 """Routers and their input, drawn at random, and what `reference_router` says of them: for the router's and the layer's
 properties."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from typing import Any

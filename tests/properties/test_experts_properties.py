@@ -4,8 +4,6 @@ Every element is held to the bound of `rounding_error`, which follows from where
 1e-13 of what is summed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from dataclasses import dataclass, field, replace
@@ -238,8 +236,7 @@ def try_bad_tokens(data: Any) -> None:
     got, problem = case.results(), case.problem()
     runs = torch.zeros(num_tokens, dtype=torch.bool)
     runs[problem.row_token] = True
-    assert torch.equal(got["out"][~bad], clean["out"][~bad])
-    assert torch.equal(got["x"][~bad], clean["x"][~bad])
+    assert torch.equal(got["out"][~bad], clean["out"][~bad]) and torch.equal(got["x"][~bad], clean["x"][~bad])
     assert not got["out"][bad & runs].isfinite().all(dim=1).any() or case.options["activation"] != "swiglu"
     assert not got["out"][bad & ~runs].any()
     visited = problem.row_expert[bad[problem.row_token]]

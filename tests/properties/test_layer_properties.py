@@ -1,8 +1,6 @@
 """`MoE` with any router and any options against its own parts, to the bit, in every dtype; and with masked tokens. The parts are
 held to their references in test_router_properties.py and test_experts_properties.py."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from typing import Any
@@ -102,8 +100,7 @@ def try_parts(data: Any) -> None:
         if layer.shared_expert is not None:
             parts = parts + layer.shared_expert(x)
     assert out.dtype == (x.dtype if autocast is None or x.dtype == F64 else autocast)
-    assert out.shape == (*shape, x.shape[1])
-    assert torch.equal(out.view(x.shape), parts)
+    assert out.shape == (*shape, x.shape[1]) and torch.equal(out.view(x.shape), parts)
     used = int((routing.experts >= 0).sum())
     assert torch.equal(stats.load, routing.load) and int(stats.load.sum()) == used
     assert (stats.overflow is None) == (layer.row_capacity is None)
@@ -147,8 +144,7 @@ def try_mask(data: Any) -> None:
 
     out, got, stats, routing = outcome(case, draw_shape(data, len(mask)), d_out, mask)
     right_out, right, right_stats, right_routing = outcome(alone, (len(alone.x),), d_out[mask], None)
-    assert not out[~mask].any() and not got["x"][~mask].any()
-    assert torch.equal(stats.load, right_stats.load)
+    assert not out[~mask].any() and not got["x"][~mask].any() and torch.equal(stats.load, right_stats.load)
     assert stats.overflow is None or torch.equal(stats.overflow, right_stats.overflow)
     assert torch.equal(dense_mask(routing, layer.num_experts)[mask], dense_mask(right_routing, layer.num_experts))
     got["x"] = got["x"][mask]

@@ -8,8 +8,6 @@ How far a result may be off follows from the arithmetic, in units of u = 2^-24 (
     a gradient  as much of the sum of the absolute values of its terms
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Scores to choose experts by, by name: ties, tokens that all choose one expert, saturated scores, NaN."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from blazeproto.router.kinds import RULES

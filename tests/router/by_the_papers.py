@@ -3,8 +3,6 @@
 Nothing underflows here, and no formula is rearranged. `test_by_the_papers` compares `Router` with it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from decimal import Decimal, localcontext

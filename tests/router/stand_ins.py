@@ -1,7 +1,5 @@
 """The fallback in the place of the kernels: for tests of what operators do around a launch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The balancing bias: its values through casts, moves and checkpoints, and what a step of it takes, also before a checkpoint
 routes again."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable
@@ -78,8 +76,7 @@ def test_from_the_meta_device(dtype: torch.dtype) -> None:
     router.to_empty(device="cpu").reset_parameters()
     assert torch.equal(router.expert_bias, torch.zeros(8)) and router.weight.dtype == dtype
     router.load_state_dict(biased().state_dict())
-    assert torch.equal(router.expert_bias, BIAS)
-    assert biased().bfloat16().to("meta").expert_bias.is_meta
+    assert torch.equal(router.expert_bias, BIAS) and biased().bfloat16().to("meta").expert_bias.is_meta
 
 
 def test_a_step_by_integers_and_floating_point_in_inference_mode_too() -> None:

@@ -1,7 +1,5 @@
 """`Router` in float64 against by_the_papers.py: choices to the pair; scores, losses and gradients to 11 digits."""
 
-from __future__ import annotations
-
 import math
 import random
 from decimal import Decimal, localcontext

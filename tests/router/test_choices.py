@@ -1,7 +1,5 @@
 """Token rounding, expert choice, capacity and hash: what each promises, over random cases with ties."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 
@@ -93,8 +91,7 @@ def test_a_batch_too_small_to_round_keeps_every_pair(rule: str, masked: int) -> 
         if rounds:
             assert (load % 16 == 0).all()
         else:
-            assert choice.max_pairs(num_tokens, *size) == 2 * num_tokens
-            assert torch.equal(load, chosen)
+            assert choice.max_pairs(num_tokens, *size) == 2 * num_tokens and torch.equal(load, chosen)
             assert (pair_experts >= 0).sum() == 2 * num_tokens
     for num_tokens, rounds in ((63, False), (64, True)):  # K = 1, E = 8: below and at half a tile
         assert (choice.size(num_tokens, 8, 1) == 16) == rounds

@@ -1,7 +1,5 @@
 """The table of docs/routers.md, from runs written by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

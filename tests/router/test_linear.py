@@ -1,7 +1,5 @@
 """The router's linear map and losses: kernels and operators against twins, torch and float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from stand_ins import play_kernels
@@ -157,6 +155,7 @@ SHAPES = [(1, 8, 1), (300, 72, 8), (5000, 4104, 37), (9001, 256, 1000), (4096, 6
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("sizes", [*SHAPES, (32768, 2048, 128), (16384, 4096, 512)])
 def test_accuracy(sizes, weight_dtype):

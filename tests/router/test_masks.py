@@ -1,7 +1,5 @@
 """Masked tokens, with NaN in x: every router, and a layer, does with the others as if the masked ones were not there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The Router module: every named router end to end, its records, gradients and contracts, alone and in the layer."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterator
@@ -52,8 +50,7 @@ def check_record(routing: Routing, num_tokens: int, num_experts: int, top_k: int
     assert routing.load.dtype == torch.int32
     assert routing.load.tolist() == [(experts == e).sum().item() for e in range(num_experts)]
     if routing.token_offsets is None:
-        assert routing.pair_tokens is None
-        assert experts.shape == (num_tokens, top_k)
+        assert routing.pair_tokens is None and experts.shape == (num_tokens, top_k)
         assert all(len(set(row)) == top_k for row in experts.tolist())
         assert ((experts >= 0) & (experts < num_experts)).all()
         return
@@ -61,8 +58,7 @@ def check_record(routing: Routing, num_tokens: int, num_experts: int, top_k: int
     assert tokens is not None and tokens.dtype == offsets.dtype == torch.int32
     assert experts.dim() == 1 and tokens.shape == experts.shape and offsets.shape == (num_tokens + 1,)
     used = int(offsets[-1])
-    assert offsets[0] == 0
-    assert (experts[:used] >= 0).all() and (experts[:used] < num_experts).all()
+    assert offsets[0] == 0 and (experts[:used] >= 0).all() and (experts[:used] < num_experts).all()
     assert (experts[used:] == -1).all() and (tokens[used:] == 0).all() and (routing.scores[used:] == 0).all()
     pairs = (tokens.long() * num_experts + experts)[:used]
     assert (pairs.diff() > 0).all()  # by token, ascending expert, none twice
@@ -114,12 +110,10 @@ def test_a_nan_token_harms_no_other(name: str, training: bool) -> None:
     check_record(routing, 64, 4, 2)
     if routing.token_offsets is None:
         others = torch.arange(64) != 7
-        assert routing.scores[7].isnan().all()
-        assert torch.equal(routing.scores[others], clean.scores[others])
+        assert routing.scores[7].isnan().all() and torch.equal(routing.scores[others], clean.scores[others])
     else:
         mine = (routing.pair_tokens == 7) & (routing.experts >= 0)
-        assert mine.any() and routing.scores[mine].isnan().all()
-        assert routing.scores[~mine].isfinite().all()
+        assert mine.any() and routing.scores[mine].isnan().all() and routing.scores[~mine].isfinite().all()
 
 
 def test_a_router_in_bf16_computes_in_fp32() -> None:
@@ -152,8 +146,7 @@ def test_eval_mode_is_plain_top_k(name: str) -> None:
     plain = Router(16, 8, 2, renormalize=router.renormalize).eval()
     plain.load_state_dict(router.state_dict())
     expected = plain(x)
-    assert torch.equal(routing.experts, expected.experts)
-    assert torch.equal(routing.scores, expected.scores)
+    assert torch.equal(routing.experts, expected.experts) and torch.equal(routing.scores, expected.scores)
 
 
 def test_eval_mode_can_keep_the_choice() -> None:
@@ -284,8 +277,7 @@ def test_stats_of_known_routings() -> None:
     with torch.no_grad():
         router.weight.zero_()
     stats = routing_stats(router(torch.randn(12, 4)), top_k=1)  # all ties: expert 0 has every token
-    assert stats["balance"].item() == pytest.approx(4.0)
-    assert stats["entropy"].item() == pytest.approx(math.log(4))
+    assert stats["balance"].item() == pytest.approx(4.0) and stats["entropy"].item() == pytest.approx(math.log(4))
     assert stats["pairs"].item() == 1.0
 
 
@@ -395,6 +387,7 @@ def test_a_bias_that_there_is_not_cannot_step() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("name", ROUTERS)
 def test_no_host_synchronisation_and_graph_capture(name: str) -> None:
     router = named(name, 64, 32, 4, z_loss=0.1, device="cuda", dtype=torch.bfloat16)
@@ -549,7 +542,6 @@ def test_a_generator_makes_the_draws(rule: str) -> None:
     choice, experts = TokenRounding(tile=8, rule=rule), choose_top_k(scores, 3)
     before = torch.get_rng_state()
     first, again, other = (choice(scores, experts, torch.Generator().manual_seed(seed)) for seed in (3, 3, 4))
-    assert torch.equal(first, again) and not torch.equal(first, other)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(first, again) and not torch.equal(first, other) and torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(3)
     assert torch.equal(choice(scores, experts), first)

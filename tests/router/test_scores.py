@@ -1,7 +1,5 @@
 """What holds of every kind of scores: the kernels compile, gradients are those of the scores."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from test_topk import check_kernel, fresh_cache  # noqa: F401  a fixture

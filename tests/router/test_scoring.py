@@ -1,7 +1,5 @@
 """Scores, top-k, auxiliary losses and the balancing bias against their formulas."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -34,8 +32,7 @@ def test_top_k_is_the_stable_sort(case: tuple[torch.Tensor, int]) -> None:
     logits, top_k = case
     experts = fallback.choose_top_k(logits, top_k)
     expected = torch.sort(logits, dim=1, descending=True, stable=True).indices[:, :top_k]
-    assert experts.dtype == torch.int32
-    assert torch.equal(experts.long(), expected)
+    assert experts.dtype == torch.int32 and torch.equal(experts.long(), expected)
 
 
 def test_one_nan_logit_makes_the_whole_token_nan() -> None:
@@ -102,8 +99,7 @@ def test_bias_balances_a_skewed_router() -> None:
     before = load()
     for _ in range(200):
         bias = updated_bias(bias, load(), 0.01)
-    assert before.max() > 2 * 128
-    assert load().max() < 1.15 * 128
+    assert before.max() > 2 * 128 and load().max() < 1.15 * 128
 
 
 @pytest.mark.parametrize("groups", [(), (4, 2)])

@@ -1,7 +1,5 @@
 """Top-k routing: the twin against torch and finite differences, the kernels compiled, and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -144,8 +142,7 @@ def test_sorting_networks(monkeypatch):
                 kept, keys = [1] * ones + [0] * (size - ones), [1] * others + [0] * (count - others)
                 everything = sorted(kept + keys, reverse=True)
                 lost = merge(kept, keys, count)
-                assert kept == everything[:used] + [0] * (size - used)
-                assert lost == everything[size]
+                assert kept == everything[:used] + [0] * (size - used) and lost == everything[size]
 
 
 def on_device(*shape, dtype="float32"):

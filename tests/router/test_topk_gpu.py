@@ -1,7 +1,5 @@
 """The top-k kernels on the GPU against the twin."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """A sound call of every public function that has a twin, on float64 arrays; and how tests change and run it."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import fields
 

@@ -1,7 +1,5 @@
 """Device arrays as views. A stand-in with a tensor's methods plays the CUDA tensor where there is no GPU."""
 
-from __future__ import annotations
-
 import sys
 import types
 
@@ -28,10 +26,8 @@ def test_view_of_a_tensor() -> None:
     tensor = torch.zeros(3, 4, dtype=torch.bfloat16)
     owner = CudaTensor(tensor)
     a = arrays.view(owner)
-    assert a == (tensor.data_ptr(), (3, 4), "bfloat16", (4, 1), 0, owner)
-    assert a.size == 12 and a.nbytes == 24
-    assert arrays.view(a) is a
-    assert "bfloat16[3, 4]" in repr(a) and "cuda:0" in repr(a)
+    assert a == (tensor.data_ptr(), (3, 4), "bfloat16", (4, 1), 0, owner) and a.size == 12 and a.nbytes == 24
+    assert arrays.view(a) is a and "bfloat16[3, 4]" in repr(a) and "cuda:0" in repr(a)
 
 
 @pytest.mark.parametrize(

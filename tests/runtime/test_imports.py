@@ -1,7 +1,5 @@
 """The kernel rooms leave torch alone: each module of them, imported in a process of its own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

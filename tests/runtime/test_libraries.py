@@ -1,7 +1,5 @@
 """Public functions of arrays of any library: NumPy's and torch's on a CPU run the twin, and results are what came."""
 
-from __future__ import annotations
-
 import inspect
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Numba kernels: what decides a cubin's name in the cache, and a cache that is damaged."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Packages of wrong versions, or none, where they are used: the error names the version wanted, the one found, the command."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path

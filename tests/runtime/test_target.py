@@ -1,7 +1,5 @@
 """Launches on a target that only records: the package's host code as it is, without a GPU, CuPy or a driver."""
 
-from __future__ import annotations
-
 import ctypes
 import struct
 import subprocess

@@ -4,8 +4,6 @@ The same layer gives the same bits in a plain step (build, forward, backward) an
 wrappers, threads, streams and graphs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable
@@ -64,6 +62,8 @@ PLACES = pytest.mark.parametrize(
         pytest.param(Place("cpu", "torch", True), id="cpu-float32"),
         pytest.param(Place("cuda", "hopper", False), id="gpu", marks=pytest.mark.gpu),
         pytest.param(Place("cuda", "hopper", True), id="gpu-float32", marks=pytest.mark.gpu),
+        pytest.param(Place("cuda", "ampere", False), id="gpu-ampere", marks=pytest.mark.gpu),
+        pytest.param(Place("cuda", "ampere", True), id="gpu-ampere-float32", marks=pytest.mark.gpu),
     ],
 )
 

@@ -1,8 +1,6 @@
 """Every copy of a layer that PyTorch makes (objects, files, state dicts, meta, casts) has the bits of the layer; float32 weights
 keep their unrounded gradients. On the CPU with the torch backend, on a Hopper GPU with the kernels."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """A layer in graphs, on streams and in memory pools of a GPU has the bits of a plain step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +18,8 @@ PLACES = pytest.mark.parametrize(
     [
         pytest.param(Place("cuda", "hopper", False), id="gpu"),
         pytest.param(Place("cuda", "hopper", True), id="gpu-float32"),
+        pytest.param(Place("cuda", "ampere", False), id="gpu-ampere"),
+        pytest.param(Place("cuda", "ampere", True), id="gpu-ampere-float32"),
     ],
 )
 
@@ -120,8 +120,8 @@ class TensorsOnly(nn.Module):
         return out, stats.aux_loss
 
 
-def test_make_graphed_callables() -> None:
-    place = Place("cuda", "hopper", False)
+def test_make_graphed_callables(backend: str) -> None:
+    place = Place("cuda", backend, False)
     expected = {seed: plain(place, seed) for seed in (5, 6)}
     layer = place.build()
     layer.prepare(TOKENS)

@@ -1,8 +1,6 @@
 """Every way to train a layer that PyTorch has gives the bits of a plain step; float32 weights keep their unrounded gradients. On
 the CPU with the torch backend, on a Hopper GPU with the kernels."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 

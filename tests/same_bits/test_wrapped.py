@@ -1,8 +1,6 @@
 """DistributedDataParallel and FSDP2: the bits of a plain step on one rank, and the mean of the ranks' on two. gloo on the CPU,
 NCCL on GPUs."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from itertools import product
@@ -39,7 +37,8 @@ def runs_of_two() -> Iterator[Any]:
         quick = (wrapper, wide) == ("fsdp", False)
         name = f"{wrapper}-float32" if wide else wrapper
         yield pytest.param(Place("cpu", "torch", wide), wrapper, id=name, marks=[] if quick else [pytest.mark.full])
-        yield pytest.param(Place("cuda", "hopper", wide), wrapper, id=f"gpu-{name}", marks=gpus)
+        for backend in ("hopper", "ampere"):
+            yield pytest.param(Place("cuda", backend, wide), wrapper, id=f"gpu-{backend}-{name}", marks=gpus)
 
 
 @pytest.mark.parametrize(("place", "wrapper"), list(runs_of_two()))

@@ -1,7 +1,5 @@
 """One process of several that train a layer together, started by `test_wrapped.py`."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -40,13 +40,16 @@ def test_one_bit_of_one_token_differs() -> None:
 
 
 def test_a_program_that_runs_fewer_cases_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(batch_invariance, "need_hopper", lambda: None)
-    monkeypatch.setattr(batch_invariance, "run_case", lambda case, chosen, ways: [])
+    asked: list[str] = []
+    monkeypatch.setattr(batch_invariance, "need_kernels", asked.append)
+    monkeypatch.setattr(batch_invariance, "run_case", lambda case, chosen, ways, backend: asked.append(backend) or [])
     for words, code in ((["--cases", "3"], 0), (["--cases", "3", "--seconds", "-1"], 1)):
         monkeypatch.setattr("sys.argv", ["batch_invariance", *words])
         assert batch_invariance.main() == code
-    monkeypatch.setattr("sys.argv", ["batch_invariance", "--cases", "2", "--out", str(tmp_path / "a.json")])
-    assert batch_invariance.main() == 0
+    monkeypatch.setattr(
+        "sys.argv", ["batch_invariance", "--cases", "2", "--backend", "ampere", "--out", str(tmp_path / "a.json")]
+    )
+    assert batch_invariance.main() == 0 and asked == ["hopper"] * 5 + ["ampere"] * 3
     record = json.loads((tmp_path / "a.json").read_text())
     assert record["of"]["kernels"] == [] and record["seeds"] == [0, 1] and record["differing"] == []
 

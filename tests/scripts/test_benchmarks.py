@@ -16,8 +16,7 @@ from scripts.checks import gpu_check
 
 
 def test_the_shapes_of_both_papers() -> None:
-    assert [len(shapes) for shapes in common.TABLES.values()] == [12, 6, 5]
-    assert len(set(common.SHAPES)) == 23
+    assert [len(shapes) for shapes in common.TABLES.values()] == [12, 6, 5] and len(set(common.SHAPES)) == 23
     assert common.parse_shapes("1-2,23", common.SHAPES) == [*common.SHAPES[:2], common.SHAPES[22]]
 
 
@@ -74,8 +73,7 @@ def test_the_sources_hash_is_of_every_file_that_is_compiled_or_run(
 def test_routings_are_distinct_and_skewed_as_they_say(kind: str) -> None:
     shape = Sizes(2000, 8, 8, 16, 4)
     experts = common.route(shape, kind, "cpu", torch.Generator().manual_seed(0))
-    assert experts.shape == (shape.T, shape.K)
-    assert experts.dtype == torch.int32
+    assert experts.shape == (shape.T, shape.K) and experts.dtype == torch.int32
     assert (experts.sort(dim=1).values.diff(dim=1) > 0).all()
     load = torch.bincount(experts.flatten(), minlength=shape.E)
     mean = shape.rows / shape.E
@@ -130,11 +128,9 @@ def test_a_step_is_ended_at_its_limit(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(gpu_check, "STEPS", steps)
     monkeypatch.setattr(sys, "stdout", sys.stderr)
     hung = gpu_check.run("hangs", full=False, seconds_left=1.0, log=tmp_path / "log")
-    assert hung["outcome"] == "failed: killed after 1 s"
-    assert hung["last_lines"] == ["1"]
+    assert hung["outcome"] == "failed: killed after 1 s" and hung["last_lines"] == ["1"]
     worked = gpu_check.run("works", full=False, seconds_left=30.0, log=tmp_path / "log")
-    assert worked["outcome"] == "ok"
-    assert worked["findings"] == 3
+    assert worked["outcome"] == "ok" and worked["findings"] == 3
     for name, seen in {"sees": "4", "sees two": "4,7"}.items():
         assert gpu_check.run(name, full=False, seconds_left=30.0, log=tmp_path / "log")["last_lines"] == [seen]
     refused = gpu_check.run("needs three", full=False, seconds_left=30.0, log=tmp_path / "log")

@@ -82,6 +82,7 @@ def test_a_step_that_is_timed_runs_twice(kind: str) -> None:
     step = cases.step_of(kind, TINY, "cpu")
     first, second = (tensors_in(step()) for _ in range(2))
     assert all(torch.equal(a, b) and a.isfinite().all() and a.any() for a, b in zip(first, second, strict=True))
+    assert kind != "module" or step.args[0].x.grad is None, "a peak counts the gradients that a step makes"
 
 
 def test_another_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,8 +94,7 @@ def test_the_claim_counts_each_model_once() -> None:
 
 def test_fewer_than_three_runs_count_for_nothing() -> None:
     made = record(a=(MODEL, 1.21, 2))
-    assert CLAIM(made).startswith("No model has 3 runs yet")
-    assert CLAIM({"rows": []}) == NOT_MEASURED
+    assert CLAIM(made).startswith("No model has 3 runs yet") and CLAIM({"rows": []}) == NOT_MEASURED
     assert headline_tables.times_ours(made["rows"][0], "sonic") is None
     cells = TABLE(made).splitlines()[2].split(" | ")
     assert cells[1:] == ["10.00", *["–"] * 5, "2 |"]
@@ -150,8 +149,8 @@ def test_how_far_single_runs_are_from_the_headline() -> None:
     single = run(OTHER, 10.0, sonic=10.9)  # of the same sizes
     ratio = headline_tables.SENTENCES["models_single_runs"]
     assert ratio({"rows": [single]}, headline_record) == (
-        "Single runs of 2026-11-27, not the headline's: SonicMoE's time over ours, forward + backward, is up to 0.09 away "
-        f"from the headline's on the 1 models that both have ({MODEL}: 1.09 here, 1.00 there)."
+        "Single runs of 2026-11-27 on one NVIDIA H200, not the headline's: SonicMoE's time over ours, forward + backward, is "
+        f"up to 0.09 away from the headline's on the 1 models that both have ({MODEL}, T = 16384: 1.09 here, 1.00 there)."
     )
     assert ratio({"rows": []}, headline_record) == NOT_MEASURED
 

@@ -60,8 +60,7 @@ def test_the_environment_is_made_once_and_removed(venv: str, project: Project, t
     assert first[-1] == f"{python} -m scripts.train_lm --steps 3"
     assert project.make("train", given) == [f"{python} -m scripts.train_lm"]
     assert [line.split()[-1] for line in project.make("lint", given)][2:] == [".", ".", "mypy", "scripts.checks.style"]
-    assert len(project.make("lint", given)) == 4
-    assert project.make("clean", given) == []
+    assert len(project.make("lint", given)) == 4 and project.make("clean", given) == []
     assert not environment.exists()
 
 

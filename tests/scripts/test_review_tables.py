@@ -72,7 +72,7 @@ def test_what_a_choice_costs_is_a_mean_and_how_far_losses_part_a_maximum() -> No
     of = {"gpu": "NVIDIA H200, driver 1", "measured": "a day", "versions": "torch 2.11.0", "kernels": []}
     losses = {"ours": (1.0, 1.0), "dropping_1.0": (1.1, 1.3), "torch_fp32": (1.0, 1.25)}
     rows = [
-        {"run": run, "length": "whole", "seed": seed, "validation": [[500, loss]], "of": of}
+        {"run": run, "length": "whole", "seed": seed, "validation": [[500, loss]], "cfg": CFG, "of": of}
         for run, by_seed in losses.items()
         for seed, loss in enumerate(by_seed)
     ]

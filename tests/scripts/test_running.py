@@ -146,7 +146,7 @@ def test_rows_have_the_peers_that_were_wanted(tmp_path: Path) -> None:
 
 
 def test_quick_is_short_and_a_gpu_has_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(running, "need_hopper", lambda: None)
+    monkeypatch.setattr(running, "need_kernels", lambda: None)
     monkeypatch.setattr(running, "joined", lambda device, timeout: real("cpu", timeout))
     monkeypatch.setattr(running, "RESULTS", tmp_path / "h200")
     monkeypatch.setattr(running, "gpu_name", lambda: "NVIDIA H100 80GB HBM3, driver 580")

@@ -4,8 +4,6 @@ kernels, and the report says so. Prints what is not so.
 NUMBA_ENABLE_CUDASIM=1 python in_the_simulator.py
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Solutions of the tutorial's exercises are right, and wrong ones are found: in NumPy here, in Numba and in CUDA
 on the machine and on a GPU."""
 
-from __future__ import annotations
-
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -140,12 +138,12 @@ def test_others_have_no_region() -> None:
 
 
 def test_an_edited_region_is_all_that_changes(tmp_path: Path) -> None:
-    source = exercises.CUDA_SOURCES / "up.cu"
-    (tmp_path / "up.cu").write_text(source.read_text())
+    source = exercises.CUDA_SOURCES / "layout.cuh"
+    (tmp_path / "layout.cuh").write_text(source.read_text())
     EXERCISES["silu_by_exp"].edit(tmp_path, "// mine")
     region = EXERCISES["silu_by_exp"].region
-    assert (tmp_path / "up.cu").read_text() == source.read_text().replace(region, "// mine\n")
-    with pytest.raises(ValueError, match=r"^up\.cu: "):
+    assert (tmp_path / "layout.cuh").read_text() == source.read_text().replace(region, "// mine\n")
+    with pytest.raises(ValueError, match=r"^layout\.cuh: "):
         EXERCISES["silu_by_exp"].edit(tmp_path, "// again")
 
 
@@ -189,7 +187,7 @@ def test_what_the_notebook_begins_with_is_wrong() -> None:
 
 def test_what_does_not_compile_is_wrong() -> None:
     outcome = check_exercise("silu_by_exp", "DEVICE float act_of(float gate, float up) { return gat; }")
-    assert outcome.passed is False and "gat" in outcome.report and "up.cu" in outcome.report
+    assert outcome.passed is False and "gat" in outcome.report and "layout.cuh" in outcome.report
 
 
 # --- CUDA on a GPU -------------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """The tutorial's notebooks run from top to bottom, and print what is stored in them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

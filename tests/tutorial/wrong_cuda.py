@@ -1,7 +1,5 @@
 """Wrong solutions of the CUDA exercises, each by one mistake that people make. All of them compile."""
 
-from __future__ import annotations
-
 SILU = """
 DEVICE float silu(float x) {{ return {x} * reciprocal_approx(1.0f + exp2_approx({power} * x)); }}
 

@@ -1,7 +1,5 @@
 """Wrong solutions of the Numba exercises, each by one mistake that people make."""
 
-from __future__ import annotations
-
 from numba import cuda, int32
 
 

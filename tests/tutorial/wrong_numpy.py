@@ -1,7 +1,5 @@
 """Wrong solutions of the NumPy exercises, each by one mistake that people make."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -94,3 +94,16 @@ DEVICE ValueAndSlope linear_half(float up) {
     static_assert(false, "activation.cuh: linear_half has no branch for " TEXT(ACTIVATION));
 #endif
 }
+
+struct Unit {
+    float d_gate, d_up, a;
+};
+
+// A hidden unit of one row, backward: from dA' and S the gradients of gate and up, and A' = S act. Adds <dA', act> to d_score.
+DEVICE Unit backward_of_unit(float gate, float up_value, float d_a, float score, float& d_score) {
+    const auto [value, slope] = nonlinearity(gate);
+    const auto [up, up_slope] = GATED ? linear_half(up_value) : ValueAndSlope{1.0f, 0.0f};
+    const float act = value * up, d_a_scaled = score * d_a;
+    d_score += d_a * act;
+    return {d_a_scaled * up * slope, d_a_scaled * value * up_slope, score * act};
+}

@@ -53,10 +53,6 @@ struct DownBackward : PlainEpilogue<Scheduler> {
         unreleased = 0;
     }
 
-    struct Unit {
-        float d_gate, d_up, a;
-    };
-
     // Of one hidden unit in row h. Adds to the row's sum of dS.
     DEVICE Unit of_unit(float gate, float up_value, float d_a, int h) {
         const auto [value, slope] = nonlinearity(gate);

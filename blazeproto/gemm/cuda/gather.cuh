@@ -1,19 +1,7 @@
 // Gathering: which token each row belongs to, and copying tokens' rows into a stage with cp.async.
 #pragma once
 #include "mainloop.cuh"
-
-// token = pair / top_k. An integer division is thirty instructions and the producer does one a row. So the host turns it
-// into a multiplication and a shift, exact for pairs below 2^31 (gemm/rows.py: `division`). Where the number of experts
-// varies from token to token, the token is looked up in pair_tokens.
-struct PairToToken {
-    const int* pair_indices;  // (rows,) the pair in each row
-    const int* pair_tokens;   // (pairs,), or null
-    uint32_t multiplier, shift;
-
-    DEVICE int token(int pair) const {
-        return pair_tokens ? __ldg(pair_tokens + pair) : int(uint64_t(pair) * multiplier >> shift);
-    }
-};
+#include "params.cuh"
 
 // In one pass the producer warpgroup copies PASS_ROWS = 16 rows of 128 bytes: thread t copies chunk t % 8 of row t / 8.
 // Copying is bound by the instructions of its four warps. So each thread computes the number of one row, which makes 128

@@ -12,3 +12,14 @@
 enum class GateUp { HALVES, ALTERNATING };
 
 constexpr bool ALTERNATING = GATED && GateUp::GATE_UP == GateUp::ALTERNATING;
+
+DEVICE float act_of(float gate, float up) {
+    const float value = nonlinearity(gate).value;
+    return GATED ? value * linear_half(up).value : value;
+}
+
+// Of two pairs: gate and up of two units each; alternating, gate and up of one unit each.
+DEVICE uint32_t activate(uint32_t first, uint32_t second) {
+    if (ALTERNATING) return pack_bf16(act_of(bf16_low(first), bf16_high(first)), act_of(bf16_low(second), bf16_high(second)));
+    return pack_bf16(act_of(bf16_low(first), bf16_low(second)), act_of(bf16_high(first), bf16_high(second)));
+}

@@ -183,10 +183,24 @@ DEVICE void cp_async_16(uint32_t dst, const void* src, bool wanted) {
                  ::"r"(dst), "l"(__cvta_generic_to_global(src)), "r"(wanted ? 16 : 0) : "memory");
 }
 
+DEVICE void cp_async_4(uint32_t dst, const void* src, bool wanted) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+                 ::"r"(dst), "l"(__cvta_generic_to_global(src)), "r"(wanted ? 4 : 0) : "memory");
+}
+
 // The barrier gets an arrival once all earlier cp.async of this thread have landed; the thread does not wait for that. The
 // arrival is one of those that the barrier was initialised with (.noinc).
 DEVICE void cp_async_mbarrier_arrive(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// This thread's copies since the last call are a group.
+DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Wait until at most PENDING groups of this thread, the latest, have yet to land.
+template <int PENDING>
+DEVICE void cp_async_wait_group() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
@@ -194,6 +208,11 @@ DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"
 // ---- matrix fragments between registers and shared memory -------------------------------------------------------
 DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t src) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(src) : "memory");
+}
+
+DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t src) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(src) : "memory");
 }
 
@@ -207,9 +226,22 @@ DEVICE void stmatrix_x4_trans(uint32_t dst, const uint32_t* r) {
                  ::"r"(dst), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
 
+// D (16 x 8 fp32) += A (16 x 16 bf16) * B (16 x 8 bf16), all in the registers of one warp.
+DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 DEVICE uint4 load_shared_16(uint32_t src) {
     uint4 v;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(src));
+    return v;
+}
+
+DEVICE uint32_t load_shared_4(uint32_t src) {
+    uint32_t v;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(src));
     return v;
 }
 
@@ -218,6 +250,8 @@ DEVICE uint2 load_shared_8(uint32_t src) {
     asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(src));
     return v;
 }
+
+DEVICE void store_shared_4(uint32_t dst, uint32_t v) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(dst), "r"(v) : "memory"); }
 
 DEVICE void store_shared_8(uint32_t dst, uint2 v) {
     asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(dst), "r"(v.x), "r"(v.y) : "memory");
@@ -260,6 +294,13 @@ DEVICE int load_s32(const int* address) {
     int value;
     asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(value) : "l"(__cvta_generic_to_global(address)));
     return value;
+}
+
+// `instead`, where the address is null: without a branch.
+DEVICE int load_s32_or(const int* address, int instead) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u64 p, %1, 0;\n@p ld.global.nc.s32 %0, [%1];\n}"
+                 : "+r"(instead) : "l"(__cvta_generic_to_global(address)));
+    return instead;
 }
 
 DEVICE float load_f32(const float* address) {

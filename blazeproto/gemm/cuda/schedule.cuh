@@ -1,6 +1,7 @@
-// What both schedulers (tiles.cuh, weight_schedule.cuh) begin with: how much work comes before each expert's.
+// The schedulers' first step: how much work precedes each expert's. Include it after a mainloop.cuh, which defines THREADS and
+// SCHEDULE_OFFSET, its place in shared memory.
 #pragma once
-#include "mainloop.cuh"
+#include "params.cuh"
 
 // (experts + 1,): the sum of `count` over the experts before this one.
 DEVICE int* before_expert() { return reinterpret_cast<int*>(shared_memory() + SCHEDULE_OFFSET); }
@@ -41,4 +42,20 @@ DEVICE int expert_at(int position, int experts, int each = 1) {
         (before[middle] * each <= position ? low : high) = middle;
     }
     return low;
+}
+
+constexpr int ROW_GROUP = 8;  // row blocks that use the same weights before the next column block comes
+
+// A tile of the row products: the one at `index` of the list that tiles.cuh describes. Before each expert come its row blocks.
+// tile_columns: columns of a tile.
+DEVICE RowTile row_tile_at(const RowsParams& p, int index, int tile_columns) {
+    const int* blocks = before_expert();
+    const int columns = (p.columns + tile_columns - 1) / tile_columns, block = index / columns;
+    const int expert = expert_at(block, p.experts);
+    const int local = index - blocks[expert] * columns;
+    const int group = local / (ROW_GROUP * columns);
+    const int in_group = local - group * ROW_GROUP * columns;
+    const int group_rows = min(ROW_GROUP, blocks[expert + 1] - blocks[expert] - group * ROW_GROUP);
+    const int row_block = group * ROW_GROUP + in_group % group_rows, column_block = in_group / group_rows;
+    return {expert, p.offsets[expert] + row_block * BM, p.offsets[expert + 1], column_block * tile_columns};
 }

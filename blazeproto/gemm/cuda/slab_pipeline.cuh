@@ -17,12 +17,6 @@ constexpr int PIPELINE_BARRIERS = EPILOGUE_OFFSET + CONSUMERS * SLAB_PAIR_BYTES;
 DEVICE uint32_t filled_barrier(int strip) { return shared_at(PIPELINE_BARRIERS + strip * 2 * BARRIER_BYTES); }
 DEVICE uint32_t emptied_barrier(int strip) { return shared_at(PIPELINE_BARRIERS + strip * 2 * BARRIER_BYTES + BARRIER_BYTES); }
 
-// A pair of accumulators as it is stored. Without a bias the addition is left out: the compiler would keep x + 0, which is
-// not x for every x.
-DEVICE uint32_t pack_biased(float low, float high, uint32_t bias) {
-    return HAS_BIAS ? pack_bf16(low + bf16_low(bias), high + bf16_high(bias)) : pack_bf16(low, high);
-}
-
 // The consumer's side.
 struct SlabPipeline {
     uint32_t phase = 0;

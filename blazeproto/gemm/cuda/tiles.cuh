@@ -33,39 +33,6 @@
 #define IN_PAIRS(...)
 #endif
 
-constexpr int ROW_GROUP = 8;  // row blocks that use the same weights before the next column block comes
-
-struct RowsParams {
-    TensorMap a;           // (reduction, rows), where rows are contiguous
-    TensorMap b;           // the weights
-    TensorMap h;           // H, read by the down backward epilogue
-    TensorMap out0, out1;  // what the epilogue stores
-    TensorMap low_rows, low_weights;  // LOW_RANK: (rank, rows), and like b
-    const bf16* source;    // (tokens, reduction) to gather from
-    PairToToken pairs;
-    const int* offsets;  // (experts + 1,)
-    bf16 *out0_rows, *out1_rows;
-    const bf16* bias;      // of the first expert's first column
-    const float* scores;   // (pairs,)
-    float* reduction_out;  // per-row partial sums, or an fp32 output
-    uint32_t* tickets;     // a zero that this launch counts its tiles with, and leaves zero
-#if FP8
-    const float* a_scales;              // of tokens (tokens,), or BLOCK_SCALES (reduction blocks, rows)
-    const float* b_scales;              // (experts, column blocks, reduction blocks)
-    const float* h_scales;              // (column blocks of H, rows)
-    float *out0_scales, *out1_scales;   // (column blocks, rows), of outputs that are quantized
-#endif
-    int rows, experts, reduction, columns;
-    int bias_stride;  // columns of the weights: elements from one expert's bias to the next's
-    int rank;         // LOW_RANK: elements of the reduction that follow the others
-};
-
-struct alignas(16) RowTile {
-    int expert;
-    int row, row_end;  // first row of the tile; end of the expert's rows
-    int column;        // first column of the output (a hidden unit, where the columns are gate and up)
-};
-
 constexpr int BATCH = 16;
 constexpr int SLOTS_OFFSET = BARRIER_OFFSET - 2 * BATCH * int(sizeof(RowTile));
 static_assert(BATCH > STAGES + 3, "a slot is written again only when no warp can still need it");
@@ -199,17 +166,6 @@ struct TileScheduler {
         return tile.row < tile.row_end && (tile.row - p.offsets[tile.expert]) / BM % 2 == 1;
     }
 #else
-    // The tile at `index` of the list.
-    DEVICE RowTile find(int index) const {
-        const int* blocks = before_expert();  // row blocks
-        const int columns = column_blocks(), block = index / columns;
-        const int low = expert_at(block, p.experts);
-        const int local = index - blocks[low] * columns;
-        const int group = local / (ROW_GROUP * columns);
-        const int in_group = local - group * ROW_GROUP * columns;
-        const int group_rows = min(ROW_GROUP, blocks[low + 1] - blocks[low] - group * ROW_GROUP);
-        const int row_block = group * ROW_GROUP + in_group % group_rows, column_block = in_group / group_rows;
-        return {low, p.offsets[low] + row_block * BM, p.offsets[low + 1], column_block * COLUMNS};
-    }
+    DEVICE RowTile find(int index) const { return row_tile_at(p, index, COLUMNS); }
 #endif
 };

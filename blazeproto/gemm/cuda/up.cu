@@ -94,17 +94,6 @@ struct UpEpilogue : PlainEpilogue<Scheduler> {
 };
 
 // ---- epilogue warpgroup --------------------------------------------------------------------------------------------------
-DEVICE float act_of(float gate, float up) {
-    const float value = nonlinearity(gate).value;
-    return GATED ? value * linear_half(up).value : value;
-}
-
-// Of two pairs: gate and up of two units each; alternating, gate and up of one unit each.
-DEVICE uint32_t activate(uint32_t first, uint32_t second) {
-    if (ALTERNATING) return pack_bf16(act_of(bf16_low(first), bf16_high(first)), act_of(bf16_low(second), bf16_high(second)));
-    return pack_bf16(act_of(bf16_low(first), bf16_low(second)), act_of(bf16_high(first), bf16_high(second)));
-}
-
 DEVICE uint4 activate(uint4 gate, uint4 up) {
     return make_uint4(activate(gate.x, up.x), activate(gate.y, up.y), activate(gate.z, up.z), activate(gate.w, up.w));
 }

@@ -23,21 +23,6 @@
 #include "gather.cuh"
 #include "schedule.cuh"
 
-struct WeightParams {
-    TensorMap ordered;   // (width, rows)
-    TensorMap in_order;  // (d, rows); GATHER 0
-    TensorMap out;       // bf16 output: (n, d, E) or (d, 2n, E)
-    const bf16* gathered_rows;  // (tokens, d), or, GATHER 0, (rows, d)
-    const bf16* ordered_rows;   // (rows, width)
-    PairToToken pairs;
-    const int* offsets;
-    float* out_f32;
-    int2* unfinished;  // (units,)
-    float4* partials;
-    int experts, gathered_width, ordered_width, accumulate;
-    int units;  // work units, at most; 0: data-parallel, whatever the offsets
-};
-
 // Which of a tile's steps a work unit computes. CONTINUED: from a step within the tile on, to the tile's end or to the
 // unit's. BEGUN: from the first step, but not to the last. WHOLE: all. The first two number the unit's places in the workspace.
 enum Extent { CONTINUED, BEGUN, WHOLE };

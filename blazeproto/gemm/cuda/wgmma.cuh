@@ -8,16 +8,10 @@
 // Accumulators of lane l in warp w of the warpgroup's four: d[4j + 2h + i] is row 16 w + 8 h + l / 4, column 8 j + 2 (l %
 // 4) + i.
 #pragma once
-#include "ptx.cuh"
+#include "swizzle.cuh"
 
 constexpr int WGMMA_M = 64;
 constexpr int WGMMA_K = 32 / OPERAND_BYTES;
-constexpr int SWIZZLE_ROW = 128;                    // bytes
-constexpr int PANEL = SWIZZLE_ROW / OPERAND_BYTES;  // operands in a swizzled row
-constexpr int CHUNKS_IN_ROW = SWIZZLE_ROW / CHUNK_BYTES;
-
-// Where a chunk lies in a swizzled matrix that begins at `start`, which is 1024-byte aligned.
-DEVICE uint32_t swizzled(uint32_t start, int row, int chunk) { return start + row * SWIZZLE_ROW + ((chunk ^ (row & 7)) << 4); }
 
 // The low half of a matrix descriptor. It counts in 16 bytes, so the descriptor of what lies `bytes` further on is bytes / 16
 // greater. The mask drops the CTA's rank, which an address in a cluster has in its high bits.

@@ -60,8 +60,7 @@ def models(case: Case, machine: Machine) -> Row:
     """
     shape, names = case.shape, [OURS, *machine.peers]
     # The weights, SonicMoE's copy of them, and one program's gradients.
-    sets = 3 if "sonic" in names else 2
-    together = not machine.on_gpu or fits(shape, sets)
+    together = not machine.on_gpu or fits(shape, sets=3 if "sonic" in names else 2)
     return beside(shape, names, machine) if together else apart.measure_apart(names, shape, machine)
 
 

@@ -3,8 +3,6 @@
 python -m tests.lab.machine.record_ptx_programs ptxsim/tests/ptx_programs.npz      # on an H200 or H100
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Faults planted into copies of the CUDA sources: a bench finds each within ten schedules, and says where."""
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path

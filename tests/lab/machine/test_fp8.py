@@ -3,8 +3,6 @@ products are beside float64 of the same quantized operands, within what sums of 
 columns come in slices, or in place of an operand; tests/lab/test_workbench_machine.py has each product as a layer calls it.
 """
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import fields, replace
 from pathlib import Path

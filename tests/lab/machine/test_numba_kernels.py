@@ -1,7 +1,5 @@
 """Every kernel that Numba compiles, on the machine: as its twin says, and no race."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

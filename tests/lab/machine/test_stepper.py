@@ -1,7 +1,5 @@
 """A product instruction by instruction: what a stage and a warpgroup's accumulators hold meanwhile."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

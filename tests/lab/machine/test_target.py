@@ -1,7 +1,5 @@
 """Kernels of the package on ptxsim: launches of several GPUs, a kernel of Numba, one of NVRTC; the old names warn."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Each product on the machine with what a layer may ask of it: biases, a clamp whose limits the data reach, no gate, weights that
 lie transposed, low-rank factors, rows that lie in order. The experts have 1, 127, 128, 129 rows and none."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

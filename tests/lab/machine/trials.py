@@ -23,6 +23,7 @@ from blazeproto.lab.accuracy import POOL_ELEMENTS, Bounds, Near, Pool
 from blazeproto.lab.calls import DTYPES, Case, Output, Poisoned
 from blazeproto.lab.oracle import EXACT, YARDSTICK, dispatch_fixed, dispatch_varying, make_case
 from blazeproto.lab.target import Machine, launch
+from blazeproto.runtime.arch import AMPERE, HOPPER, Arch
 from blazeproto.runtime.target import launches_on
 from ptxsim.schedule import Report
 from tests.blocksparse import block_cases
@@ -165,20 +166,26 @@ def _activation(of: Mapping[str, Any]) -> str:
 
 
 def trial_of(kernel: Kernel) -> Trial | Logits | Sparse:
-    """A call that launches it."""
+    """A call that launches it, under `kernels_of` its architecture."""
     of: Mapping[str, Any] = kernel.defines
     if kernel.file in ("sdd.cu", "dsd.cu"):
         return Sparse(of)
     if kernel.entry == "logits":
-        return Logits(of["BN"], of["WEIGHT_PARTS"])
+        return Logits(of["BN"], of["WEIGHT_PARTS"], kernel.arch)
     if kernel.entry in _SMALL:
         return _SMALL[kernel.entry](of)
     if kernel.entry == "weight_sum":
         return stream_k()
+    if kernel.arch is AMPERE:
+        return with_tiles(kernel.entry, ampere_tiles(of["BN"]), of)
     config = TileConfig(
         of["BN"], of["STAGES"], bool(of["DEFERRED"]), of["CLUSTER"], bool(of["TICKETS"]), "FEW_ROWS" in of
     )
     return with_tiles(kernel.entry, config, of)
+
+
+def ampere_tiles(width: int) -> TileConfig:
+    return TileConfig(tile_n=width, stages=2, deferred=False)
 
 
 def with_tiles(entry: str, config: TileConfig, of: Mapping[str, Any]) -> Trial:
@@ -201,10 +208,10 @@ def with_tiles(entry: str, config: TileConfig, of: Mapping[str, Any]) -> Trial:
         return Trial(PRODUCTS[name].run, PRODUCTS[name].spec, case, options, f32=bool(of["OUT_F32"]), config=config)
     width = config.tile_n + 8
     options = {"transposed": bool(of["B_MN"])}
-    if of["FUSED_COMBINE"] == 1:
+    if of.get("FUSED_COMBINE") == 1:
         case, product = awkward(Sizes(ROWS, width, deep, 4, 2)), PRODUCTS["down_forward_fused"]
         return Trial(product.run, product.spec, case, options, 0, (*given, "scores"), config=config)
-    if of["FUSED_COMBINE"] == 2:
+    if of.get("FUSED_COMBINE") == 2:
         case, product = awkward(Sizes(ROWS, width, deep, 4, 2), "relu"), PRODUCTS["up_backward_act_fused"]
         options["transposed"] = not options["transposed"]
         return Trial(product.run, product.spec, case, options, rank, config=config)
@@ -256,11 +263,13 @@ class Logits:
 
     width: int
     parts: int
+    arch: Arch = HOPPER
 
     def run(self, machine: Machine) -> list[str]:
         """What is wrong with it."""
         parts, reduction = self.parts, 584
         experts = {(128, 1): 136, (64, 1): 40, (256, 2): 136, (128, 2): 40, (64, 2): 24}[self.width, parts]
+        experts = 136 if self.arch is AMPERE else experts
         generator = torch.Generator().manual_seed(1)
         x, weight = (torch.randn(rows, reduction, generator=generator).bfloat16() for rows in (ROWS, parts * experts))
         memory = Poisoned(Output("token", (ROWS, experts), torch.float32), "cpu")
