@@ -27,9 +27,12 @@ export PYTHON VENV NEWEST
 # The CUDA version that the driver supports chooses the extra; without a GPU, cu12 serves to compile kernels and simulate.
 CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')
 EXTRA := $(if $(CUDA),$(shell test $(CUDA) -ge 13 && echo cu13 || echo cu12),cu12)
-# Torch comes first, so that the rest adapts to it: a fixed version without a GPU; with one, the build for its driver.
+# Torch comes first, so that the rest adapts to it: a fixed version without a GPU; with one, the build for its driver. Of CUDA 12's
+# builds Blackwell GPUs run the one for 12.8, which ends with torch 2.11; the others have newer versions in the one for 12.6.
 comma := ,
-TORCH_FOR_GPU := 'torch>=2.11$(comma)<2.16' $(if $(filter cu12,$(EXTRA)),--index-url https://download.pytorch.org/whl/cu126)
+BLACKWELL := $(shell nvidia-smi --query-gpu=compute_cap --format=csv$(comma)noheader 2>/dev/null | grep '^1[0-9][.]')
+INDEX := https://download.pytorch.org/whl/$(if $(BLACKWELL),cu128,cu126)
+TORCH_FOR_GPU := 'torch>=2.11$(comma)<2.16' $(if $(filter cu12,$(EXTRA)),--index-url $(INDEX))
 TORCH := $(if $(CUDA),$(TORCH_FOR_GPU),'torch==2.13.0')
 
 # The versions that the tests ran with; with a GPU, whatever goes with its driver's CUDA.
