@@ -96,10 +96,12 @@ def test_clean_removes_nothing_but_an_environment(venv: str, project: Project) -
     assert (project.folder / "notes").exists() and (project.folder / "Makefile").exists()
 
 
-@pytest.mark.parametrize(("cuda", "torch"), [("12", "torch>=2.11,<2.16 --index-url"), ("13", "torch>=2.11,<2.16")])
-def test_a_gpu_gets_the_torch_for_its_driver(cuda: str, torch: str, project: Project) -> None:
-    calls = project.make("train", f"CUDA={cuda}")
-    assert torch in calls[1] and calls[2].endswith(f"-e .[cu{cuda},lab]")
+@pytest.mark.parametrize(
+    ("cuda", "blackwell", "build"), [("12", "", "/cu126"), ("12", "12.0", "/cu128"), ("13", "12.0", "")]
+)
+def test_a_gpu_gets_the_torch_for_its_driver(cuda: str, blackwell: str, build: str, project: Project) -> None:
+    calls = project.make("train", f"CUDA={cuda}", f"BLACKWELL={blackwell}")
+    assert "torch>=2.11,<2.16" in calls[1] and build in calls[1] and calls[2].endswith(f"-e .[cu{cuda},lab]")
     assert ("--index-url" in calls[1]) == (cuda == "12")
     assert not any("constraints.txt" in call for call in calls), "its driver chooses versions"
 
