@@ -116,6 +116,8 @@ def run_doctor(given: argparse.Namespace) -> int:
     """Its lines are plain text: it must run where nothing is installed."""
     from blazeproto import doctor
 
+    if given.check and given.json:
+        raise ValueError("--json: expected without --check, whose report is text, got both")
     if given.check:
         return 0 if doctor.check(say) else 1
     checks = doctor.examine()

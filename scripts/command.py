@@ -52,28 +52,22 @@ def run_module(*words: str) -> int:
     return subprocess.run(command, cwd=Path(__file__).parents[1], check=False).returncode
 
 
-FIRST = {
-    "hopper": (9, 0),
-    "ampere": (8, 0),
-}  # compute capabilities. Here: `compare` takes the package of another checkout
-
-
 def has_hopper() -> bool:
     """Whether this machine has a Hopper GPU."""
-    return _capability() == FIRST["hopper"]
+    return _lacks("hopper") is None
 
 
 def need_kernels(backend: str = "hopper") -> None:
     """`refuse` without a GPU that runs a backend's kernels, before anything is measured and any file is written."""
-    capability, first = _capability(), FIRST[backend]
-    if capability is None or (capability < first if backend == "ampere" else capability != first):
-        has = "there is none" if capability is None else "this one has {}.{}".format(*capability)
-        later = " or later" if backend == "ampere" else ""
-        refuse(f"needs a GPU of compute capability {first[0]}.{first[1]}{later}; {has}; nothing was run")
+    if lacks := _lacks(backend):
+        refuse(f"needs {lacks}; nothing was run")
 
 
-def _capability() -> tuple[int, int] | None:
-    """The current GPU's compute capability; None without one."""
+def _lacks(backend: str) -> str | None:
+    """What keeps a backend's kernels from running here; None if nothing does."""
     import torch
 
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    # Not above: a process of `compare` takes the package of another checkout.
+    from blazeproto.runtime.arch import missing
+
+    return missing(torch.cuda.get_device_capability() if torch.cuda.is_available() else None, name=backend)

@@ -264,7 +264,7 @@ def test_without_ptxsim_the_lab_says_how_to_get_it() -> None:
 
 
 CEILINGS = {
-    "blazeproto/*.py": 859,
+    "blazeproto/*.py": 861,
     "blazeproto/runtime/**/*.py": 1068,
     "blazeproto/dispatch/**/*.py": 735,
     "blazeproto/router/**/*.py": 2301,
@@ -275,7 +275,7 @@ CEILINGS = {
     "blazeproto/integrations/**/*.py": 300,
     "blazeproto/lab/**/*.py": 2920,
     "ptxsim/*.py": 2936,
-    "scripts/**/*.py": 8282,
+    "scripts/**/*.py": 8265,
     "tests/**/*.py ptxsim/tests/**/*.py": 22497,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 5718,
 }

@@ -89,8 +89,8 @@ def down_forward(step: BackendStep, act: Tensor, out: Tensor, *, overwrite_act: 
     # As if gated. In fp8 half of what bf16 has, so that Y leaves room for the weights' copies.
     for columns in column_slices(rows.num_rows, widths[0], 2 * _numbers(step.weight).nbytes):
         # Over act, where a tile has whole rows of both: it has read its part of act before it writes the same part of Y.
-        over = acts is act and linear.may_lie_over(None, transposed, widths, len(columns), rows.arch)
-        y = act if over and overwrite_act else out.new_empty(rows.num_rows, len(columns))
+        over = overwrite_act and acts is act and linear.may_lie_over(None, transposed, widths, len(columns), rows.arch)
+        y = act if over else out.new_empty(rows.num_rows, len(columns))
         linear.launch(acts, down_proj, rows, transposed=transposed, bias=bias, columns=columns, low=added, out=y)
         (step.add_up or launch_combine)(y, rows, scores=scores, columns=columns, out=out)
         del y  # before the next one is allocated

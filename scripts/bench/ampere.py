@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from blazeproto.gemm import Sizes
 from scripts.bench.common import MIB
 from scripts.bench.layer import SMALL, inputs_of
+from scripts.bench.models.programs import BUILDS
 from scripts.bench.peers import LayerInputs, modules
 from scripts.bench.running import Bench, Item, run
 from scripts.bench.timing import Machine, Row, rotations
@@ -62,32 +62,15 @@ def of_backend(shape: Sizes, inputs: LayerInputs, backend: str) -> modules.Modul
 
 
 def of_transformers(shape: Sizes, inputs: LayerInputs) -> Step:
-    """The block of Qwen3-MoE."""
-    from transformers import Qwen3MoeConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
-
-    sizes = {"hidden_size": shape.d, "moe_intermediate_size": shape.n, "num_experts": shape.E}
-    config: Any = Qwen3MoeConfig(**sizes, num_experts_per_tok=shape.K, norm_topk_prob=True)
-    config._experts_implementation = "grouped_mm"
-    with torch.device(inputs.x.device):
-        block: Any = Qwen3MoeSparseMoeBlock(config).to(torch.bfloat16)
-    router = modules.router_weight(shape, inputs)
-    given = {"gate_up_proj": inputs.gate_up_proj, "down_proj": inputs.down_proj}
-    for name, values in given.items():
-        setattr(block.experts, name, torch.nn.Parameter(values.detach()))
-    with torch.no_grad():
-        block.gate.weight.copy_(router)
+    """The block of Qwen3-MoE, as its models call it."""
+    program = BUILDS["grouped_mm"](shape, inputs)
 
     def forward() -> Tensor:
-        made = block(inputs.x[None])
+        made = program.module(inputs.x[None])
         out: Tensor = made[0] if isinstance(made, tuple) else made
         return out.view(inputs.x.shape)
 
-    def clear() -> None:
-        inputs.x.grad = None
-        block.zero_grad(set_to_none=True)
-
-    return Step(forward, inputs.x, inputs.grad_output, clear)
+    return Step(forward, inputs.x, inputs.grad_output, program.clear)
 
 
 def measure(shape: Sizes, machine: Machine) -> Row:

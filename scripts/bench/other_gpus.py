@@ -58,9 +58,10 @@ def shares(rows: Iterable[dict[str, Any]]) -> list[float]:
 
 def other_gpus_table(record: dict[str, Any]) -> str:
     """A GPU a line: what NVIDIA's documents say of it, and predicted ms."""
-    if not record["rows"]:
+    rows = [row for row in record["rows"] if "ampere_ms" in row]
+    if not rows:
         return NOT_MEASURED
-    found = shares(record["rows"])
+    found = shares(rows)
     share = geometric_mean(found)
     names = ["predicted ms: " + ", ".join(map(str, sizes[:5])) for sizes in LAYERS]
     lines: list[list[str]] = [[*HEADER, *names], ["---"] + ["---:"] * (len(HEADER) + len(names) - 1)]
@@ -81,6 +82,6 @@ def other_gpus_table(record: dict[str, Any]) -> str:
         f"layer's floor at the GPU's rates, over {share:.2f}. That is the share of their floor that the kernels reach on an H200 "
         f"({min(found):.2f} to {max(found):.2f} on {len(found)} layers), at the measured 640 TFLOP/s by mma.sync and 4.24 TB/s. "
         f"A training step of these layers holds at most {held} GB, without an optimizer's states. "
-        f"Rates: NVIDIA's, dense, with fp32 accumulation ({sources}). Shares: {origin(record['rows'])}"
+        f"Rates: NVIDIA's, dense, with fp32 accumulation ({sources}). Shares: {origin(rows)}"
     )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{note}"
