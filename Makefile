@@ -55,7 +55,7 @@ test: lint
 
 test-all: lint
 	@mkdir -p results/cpu
-	{ $(PYTEST) && $(PYTEST) -m full; } | sed "s|$$PWD/||g" | tee results/cpu/test-all.log
+	{ $(PYTEST) && $(PYTEST) -m full; } | sed -u "s|$$PWD/||g" | tee results/cpu/test-all.log
 
 newest:
 	@[[ ! -e $$NEWEST || -f $$NEWEST/pyvenv.cfg ]] || { echo "NEWEST: expected a virtual environment, or no folder yet, got $$NEWEST"; exit 1; }
@@ -71,7 +71,7 @@ families: ready-for-tests
 	@mkdir -p results/cpu
 	{ $(PY) -m pip list --format=freeze | grep -E '^(torch|transformers)=='; \
 	OMP_NUM_THREADS=1 $(PY) -m pytest -v --no-header -W ignore -m "" tests/integrations/test_transformers.py; } \
-		| sed "s|$$PWD/||g" | tee results/cpu/families.log
+		| sed -u "s|$$PWD/||g" | tee results/cpu/families.log
 
 lint: ready-for-tests
 	$(PY) -m ruff check .

@@ -25,6 +25,7 @@ COPIED = (
     "docs",
     "results",
     "scripts",
+    "tests",
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",

@@ -100,13 +100,13 @@ STEPS = {
     "integrations": Step("python -m scripts.bench.integrations", 5),
     "train": Step("python -m scripts.train_lm", 8),
     "curves": Step("python -m scripts.lm.compare_backends --train", 4),
-    "fuzz_ampere": Step("python -m scripts.checks.fuzz --backend ampere --runs 1000 --seconds 100", 8),
+    "fuzz_ampere": Step("python -m scripts.checks.fuzz --backend ampere --runs 1000 --seconds 480", 9),
     "batch_ampere": Step(
         "python -m scripts.checks.batch_invariance --backend ampere --cases 200 --out results/h200/batch_invariance_ampere.json",
         4,
     ),
     "ampere": Step("python -m scripts.bench.ampere", 4),
-    "fuzz": Step("python -m scripts.checks.fuzz --runs 1000 --seconds 40", 8),
+    "fuzz": Step("python -m scripts.checks.fuzz --runs 1000 --seconds 300", 8),
 }
 SANITIZERS = {"memcheck": 9.5, "synccheck": 3, "racecheck": 9.5, "initcheck": 2.5}  # minutes
 STEPS |= {
