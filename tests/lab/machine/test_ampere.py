@@ -1,5 +1,5 @@
 """The kernels of GPUs from compute capability 8.0 on, on the machine: products of awkward shapes, and faults planted into their
-sources. test_products.py has every kernel, in the full set."""
+sources. test_products.py has every product with every option, in the full set."""
 
 import re
 from collections.abc import Iterable
