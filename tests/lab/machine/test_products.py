@@ -138,7 +138,7 @@ def test_a_tile_takes_less_than_a_second() -> None:
 
 # --- All of them -----------------------------------------------------------------------------------------------------------
 
-# Of ampere's, which differ in less, the first with each value of each macro. Of quantized ones: test_fp8.py.
+# Ampere's differ in fewer ways: one kernel for each value of each macro. Quantized ones are in test_fp8.py.
 EACH_VALUE = {
     (kernel.entry, *macro): kernel
     for kernel in reversed(list(all_kernels()))
