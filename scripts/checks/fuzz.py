@@ -100,7 +100,7 @@ FP8_DS_NORM = 0.2  # norm of dS over sqrt(P d), below which its errors are not r
 
 def kernels_of_shapes(layers: Iterable[Layer]) -> list[Kernel]:
     """Every kernel that the runs need, so that all cores compile them together before the first run."""
-    kernels, arch = [*gemm.all_kernels()], ARCHES[BACKENDS[0]]
+    arch, kernels = ARCHES[BACKENDS[0]], [*(gemm.all_kernels() if BACKENDS[0] == HOPPER.name else ())]
     for layer in layers:
         variant = Variant(False, *(layer.inputs[name] for name in ("transposed", "biases", "activation")))._replace(
             arch=arch
@@ -112,7 +112,7 @@ def kernels_of_shapes(layers: Iterable[Layer]) -> list[Kernel]:
             kernels += entry.for_layer(sizes, up._replace(fused=fused), low)
     for activation, bias in every((*ACTIVATIONS, *OTHERS), (False, True)):  # with every tiles, whatever is drawn
         variant = Variant(activation=activation, bias=bias)
-        for name, changes in every(CHOSEN, FORCED):
+        for name, changes in every(CHOSEN, FORCED if arch is HOPPER else ()):
             config = replace(PLAIN[name], **changes)
             kernels += gemm.PRODUCTS[name].launches(Sizes(0, 8, 8, 1, 1), config, variant, Build())
     return kernels
