@@ -32,7 +32,7 @@ _HOME_OF = {
 }
 _ROOMS = (
     *("activations", "autograd", "blocksparse", "cost", "dispatch", "distributed", "gemm", "integrations"),
-    *("lab", "layer", "reference", "router", "runtime"),
+    *("lab", "layer", "reference", "router", "runtime", "stored"),
 )
 
 

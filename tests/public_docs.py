@@ -24,11 +24,14 @@ from tests.integrations import titan
 
 ROOMS = (
     "blazeproto",
-    *(f"blazeproto.{room}" for room in ("gemm", "dispatch", "router", "autograd", "blocksparse", "distributed", "lab")),
+    *(
+        f"blazeproto.{room}"
+        for room in ("gemm", "dispatch", "router", "stored", "autograd", "blocksparse", "distributed", "lab")
+    ),
     *(f"blazeproto.integrations.{program}" for program in ("transformers", "peft")),
     *(() if titan.missing() else ("blazeproto.integrations.torchtitan",)),
 )
-SYMBOLS = "T d n E K R P G M N B k m parts reduction columns d_model d_expert num_experts any"
+SYMBOLS = "T d n E K R P G M N B k m out in rows group parts reduction columns d_model d_expert num_experts any"
 DTYPES = (
     r"\b(bf16|fp(16|32|64)|bfloat16|float(16|32|64)|int(32|64)|integers?|floating[ -]point|dtype|uint8|bool|bytes)\b"
 )

@@ -30,6 +30,7 @@ LEVELS = (  # nobody imports from a line below its own
     {"activations", "runtime"},
     {"dispatch"},
     {"gemm"},
+    {"stored"},
     {"autograd", "reference"},
     {"router"},
     {"layer", "blocksparse"},
@@ -268,7 +269,8 @@ CEILINGS = {
     "blazeproto/runtime/**/*.py": 1068,
     "blazeproto/dispatch/**/*.py": 735,
     "blazeproto/router/**/*.py": 2301,
-    "blazeproto/gemm/**/*.py": 2134,
+    "blazeproto/gemm/**/*.py": 2137,
+    "blazeproto/stored/**/*.py": 256,
     "blazeproto/autograd/**/*.py": 1878,
     "blazeproto/blocksparse/**/*.py": 588,
     "blazeproto/distributed/**/*.py": 470,
@@ -276,7 +278,7 @@ CEILINGS = {
     "blazeproto/lab/**/*.py": 2920,
     "ptxsim/*.py": 2936,
     "scripts/**/*.py": 8265,
-    "tests/**/*.py ptxsim/tests/**/*.py": 22497,
+    "tests/**/*.py ptxsim/tests/**/*.py": 22640,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 5718,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

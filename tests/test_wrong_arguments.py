@@ -24,7 +24,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 
 import ptxsim
-from blazeproto import MoE, Router, activations, autograd, blocksparse, cost, dispatch, distributed, gemm, lab, router
+from blazeproto import (
+    MoE,
+    Router,
+    activations,
+    autograd,
+    blocksparse,
+    cost,
+    dispatch,
+    distributed,
+    gemm,
+    lab,
+    router,
+    stored,
+)
 from blazeproto.autograd import LowRank, Options
 from blazeproto.gemm import registry
 from blazeproto.integrations import peft, transformers
@@ -145,6 +158,19 @@ def sound_calls() -> dict[str, Call]:
         ),
         "autograd.quantize_weights": (autograd.quantize_weights, FP8),
         "autograd.saved_bytes": (autograd.saved_bytes, {"save": "minimal", "num_tokens": 3, **SIZES}),
+        "stored.mxfp4": (
+            stored.mxfp4,
+            {"blocks": torch.zeros(2, 8, 2, 16).byte(), "scales": torch.ones(2, 8, 2).byte()},
+        ),
+        "stored.nf4": (
+            stored.nf4,
+            {"packed": torch.zeros(512, 1).byte(), "absmax": torch.ones(16), "shape": (2, 8, 64)},
+        ),
+        "stored.int4": (
+            stored.int4,
+            {"packed": torch.zeros(2, 8, 8).int(), "scales": torch.ones(2, 8, 2), "group": 32},
+        ),
+        "stored.quantize": (stored.quantize, {"weight": torch.ones(2, 8, 64), "format": "nf4"}),
         "gemm.TileConfig": (gemm.TileConfig, {}),
         "gemm.candidates": (gemm.candidates, {"name": "up_forward"}),
         "gemm.kernel_for": (gemm.kernel_for, {"name": "up_forward"}),
@@ -337,6 +363,10 @@ RECORD, CALLED, UNSAVED = (
 LEFT_OUT = {
     **dict.fromkeys(("Dispatch", "Recipe", "gemm.Kernel", "gemm.Product", "gemm.Sizes", "router.Routing"), RECORD),
     **dict.fromkeys((f"autograd.{name}" for name in ("Arrived", "LowRank", "QuantizedWeights")), RECORD),
+    **dict.fromkeys(("stored.Nested", "stored.StoredWeight"), RECORD),
+    "stored.fp8": "torch has no sparse tensor of its dtype: tests/stored",
+    "stored.StoredWeight.decode": "its expert is an index, its dtype torch's",
+    "stored.StoredWeight.to": "its device is torch's",
     **dict.fromkeys(("blocksparse.Padding", "blocksparse.Topology"), RECORD),
     **{f"{of}.{name}": CALLED for of in DISPATCHERS for name in ("check", "combine", "dispatch", "overflow")},
     "autograd.Options.policy": CALLED,
@@ -378,6 +408,7 @@ TAKEN = {  # on purpose, beside what a signature allows
     *((f"cost.{name}", "top_k", "a number") for name in ("topk_bytes", "topk_backward_bytes")),
     *((f"cost.{name}", "sizes", ".K: a number") for name in (*OF_SIZES, "predicted_work_ms")),  # a mean
     ("cost.known_gpu", "device", "a string"),
+    ("stored.mxfp4", "blocks", f"of {torch.int8}"),
     ("cost.dispatch_bytes", "num_pairs", "a number"),
     ("Router", "scale", "a negative"),
     *(("distributed.clip_grad_norm_", "parameters", f"a {kind} in a tensor") for kind in ("number", "bool")),
@@ -425,6 +456,8 @@ FREE = {  # whose lengths no other argument decides
     "router.score_pairs_backward": "logits",
     "router.topk_route": "logits",
     "router.topk_route_backward": "logits",
+    "stored.nf4": "packed absmax",
+    "stored.quantize": "weight",
 }
 UNRUN = {"dispatch.prepare_dispatch", "lab.machine_code"}  # they need a GPU, or compile
 PENDING: set[tuple[str, str]] = set()
