@@ -270,15 +270,15 @@ CEILINGS = {
     "blazeproto/dispatch/**/*.py": 735,
     "blazeproto/router/**/*.py": 2301,
     "blazeproto/gemm/**/*.py": 2137,
-    "blazeproto/stored/**/*.py": 256,
-    "blazeproto/autograd/**/*.py": 1878,
+    "blazeproto/stored/**/*.py": 257,
+    "blazeproto/autograd/**/*.py": 1930,
     "blazeproto/blocksparse/**/*.py": 588,
     "blazeproto/distributed/**/*.py": 470,
     "blazeproto/integrations/**/*.py": 300,
     "blazeproto/lab/**/*.py": 2920,
     "ptxsim/*.py": 2936,
     "scripts/**/*.py": 8265,
-    "tests/**/*.py ptxsim/tests/**/*.py": 22640,
+    "tests/**/*.py ptxsim/tests/**/*.py": 22777,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 5718,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

@@ -19,23 +19,26 @@ from blazeproto.autograd.options import Options
 from blazeproto.autograd.policy import Saved
 from blazeproto.autograd.ranks import EXCHANGES, AddUp
 from blazeproto.dispatch.structures import Dispatch
+from blazeproto.stored.weight import StoredWeight, put_together
 
 One = Any
 """A tensor: where a record holds gradients, or says whether they are needed, anything."""
 Maybe = Any
 """The same, or None."""
 SymInt = int
+STORED = ("stored weights",)
+"""The extra that kernels must have to read a `StoredWeight`."""
 
 
 class Parameters(NamedTuple):
     """The differentiable tensors; also their gradients, and as booleans which gradients are needed."""
 
     x: One  # (T, d)
-    up_proj: One  # (E, G n, d)
+    up_proj: One  # (E, G n, d); a stored weight's values outside, a `StoredWeight` inside the operators
     up_bias: Maybe  # (E, G n)
     up_a: Maybe  # (E, r, d)
     up_b: Maybe  # (E, G n, r)
-    down_proj: One  # (E, d, n)
+    down_proj: One  # (E, d, n), likewise
     down_bias: Maybe  # (E, d)
     down_a: Maybe  # (E, r, n)
     down_b: Maybe  # (E, d, r)
@@ -49,6 +52,10 @@ class Beside(NamedTuple):
     up_kept: Maybe = None  # of `QuantizedWeights`
     down_kept: Maybe = None
     token_ranks: Maybe = None  # of an exchange
+    up_scales: Maybe = None  # of stored weights
+    up_zeros: Maybe = None
+    down_scales: Maybe = None
+    down_zeros: Maybe = None
 
 
 class How(NamedTuple):
@@ -60,6 +67,13 @@ class How(NamedTuple):
     top_k: int = 0  # 0: it varies
     chunk_tokens: SymInt = 0
     exchange: str = ""
+    up_stored: str = ""  # `StoredWeight.how`
+    down_stored: str = ""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The extras that kernels must have for this call (`Arch.extras`)."""
+        return self.options.needs + STORED if self.up_stored or self.down_stored else self.options.needs
 
 
 class ExpertsCall(NamedTuple):
@@ -100,7 +114,7 @@ class BackendStep(NamedTuple):
     """The dispatch, as the backend's ``rows_of`` made it."""
 
     weight: Any
-    """A weight in x's dtype, or as `records.quantized_weight` made it, in backward the transpose."""
+    """A weight in x's dtype, or a `StoredWeight`, or as `records.quantized_weight` made it, in backward the transpose."""
 
     bias: Tensor | None = None
     low: LowRows | None = None
@@ -227,7 +241,22 @@ def tensors_of(call: ExpertsCall) -> tuple[Any, ...]:
     """All of a call, in the order of its arguments."""
     d = call.dispatch
     lists = d.expert_pair_indices, d.expert_token_offsets, d.token_index_map, d.pair_tokens, d.token_offsets
-    return (*call.p, *call.beside, *lists)
+    return (*(t.values if isinstance(t, StoredWeight) else t for t in call.p), *call.beside, *lists)
+
+
+def taken_apart(up: Any, down: Any) -> tuple[tuple[Any, ...], tuple[str, str]]:
+    """The last fields of `Beside` and of `How` for these weights."""
+    stored = [weight if isinstance(weight, StoredWeight) else None for weight in (up, down)]
+    beside = (t for weight in stored for t in ((None, None) if weight is None else weight.tensors[1:]))
+    return tuple(beside), ("" if stored[0] is None else stored[0].how, "" if stored[1] is None else stored[1].how)
+
+
+def _together(p: Parameters, beside: Beside, how: How) -> Parameters:
+    if how.up_stored:
+        p = p._replace(up_proj=put_together(how.up_stored, p.up_proj, beside.up_scales, beside.up_zeros))
+    if how.down_stored:
+        p = p._replace(down_proj=put_together(how.down_stored, p.down_proj, beside.down_scales, beside.down_zeros))
+    return p
 
 
 def _dispatch(p: Parameters, lists: Iterable[Any], how: How, num_tokens: int) -> Dispatch:
@@ -248,7 +277,7 @@ def unpack(packed: Sequence[Any]) -> ExpertsCall:
     values = iter(packed)
     p, beside, lists = first(Parameters, values), first(Beside, values), [*islice(values, 5)]
     how = How(Options.decode(next(values)), *values)
-    return ExpertsCall(p, beside, _dispatch(p, lists, how, p.x.shape[0]), how)
+    return ExpertsCall(_together(p, beside, how), beside, _dispatch(p, lists, how, p.x.shape[0]), how)
 
 
 def store(ctx: Any, call: ExpertsCall, saved: Saved) -> None:
@@ -263,5 +292,5 @@ def load(ctx: Any, d_out: Tensor | None) -> tuple[ExpertsCall, Saved]:
     p, beside, lists = first(Parameters, values), first(Beside, values), [*islice(values, 5)]
     if p.x is None and d_out is not None:
         p = p._replace(x=d_out.new_empty(1, 1).expand_as(d_out))
-    num_tokens = 0 if p.x is None else p.x.shape[0]  # without a gradient nothing reads it
+    num_tokens, p = 0 if p.x is None else p.x.shape[0], _together(p, beside, ctx.how)  # 0: nothing reads it
     return ExpertsCall(p, beside, _dispatch(p, lists, ctx.how, num_tokens), ctx.how), first(Saved, values)

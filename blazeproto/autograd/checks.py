@@ -7,6 +7,7 @@ from torch import Tensor
 
 from blazeproto.activations import activation_named
 from blazeproto.autograd.backends import backend_on
+from blazeproto.autograd.call import STORED
 from blazeproto.autograd.low_rank import LowRank
 from blazeproto.autograd.operators import autocast_dtype
 from blazeproto.autograd.options import Options
@@ -15,6 +16,7 @@ from blazeproto.gemm.quantize import BLOCK
 from blazeproto.gemm.tiles import GATHERED_ELEMENTS
 from blazeproto.runtime.arch import ARCHES
 from blazeproto.runtime.checks import instance
+from blazeproto.stored.weight import StoredWeight
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -22,8 +24,8 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 
 def check_experts(
     x: Tensor,
-    up: tuple[Tensor, ...],
-    down_proj: Tensor,
+    up: tuple[Tensor | StoredWeight, ...],
+    down_proj: Tensor | StoredWeight,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     up_factors: LowRank | None,
@@ -42,7 +44,9 @@ def check_experts(
         raise ValueError(f"x: expected shape ({rows}, d), got {tuple(x.shape)}")
     d_model, device = x.shape[1], x.device
     _check_tensor("down_proj", down_proj, FLOAT_DTYPES, device)
-    weights_have = [w.size(0) if isinstance(w, Tensor) and w.dim() == 3 else None for w in (*up, down_proj)]
+    weights_have = [
+        w.shape[0] if isinstance(w, Tensor | StoredWeight) and w.dim() == 3 else None for w in (*up, down_proj)
+    ]
     if {*weights_have} == {weights_have[-1]} and weights_have[-1] not in (None, num_experts):
         raise ValueError(f"num_experts: expected {weights_have[-1]} as the weights have, got {num_experts}")
     if down_proj.dim() != 3 or down_proj.shape[:2] != (num_experts, d_model):
@@ -85,7 +89,8 @@ def check_experts(
         )
     if backend in ARCHES and not torch.compiler.is_compiling():  # traced, the operators raise the same
         dtype = autocast_dtype(device.type) or x.dtype
-        backend_on(backend, device, dtype, num_experts, d_model, d_expert, needs=options.needs)
+        needs = options.needs + STORED * any(isinstance(w, StoredWeight) for w in (*up, down_proj))
+        backend_on(backend, device, dtype, num_experts, d_model, d_expert, needs=needs)
 
 
 def check_dtype(dtype: object, name: str = "dtype") -> None:
@@ -94,11 +99,9 @@ def check_dtype(dtype: object, name: str = "dtype") -> None:
         raise TypeError(f"{name}: expected None or one of {', '.join(map(str, FLOAT_DTYPES))}, got {dtype!r}")
 
 
-def check_weights(
-    up: Tensor, down_proj: Tensor, up_bias: Tensor | None, down_bias: Tensor | None, options: Options
-) -> None:
+def check_weights(up: Any, down_proj: Any, up_bias: Tensor | None, down_bias: Tensor | None, options: Options) -> None:
     """`check_experts` for weights alone, without tokens."""
-    x = down_proj.new_empty(0, down_proj.shape[1])
+    x = torch.empty(0, down_proj.shape[1], dtype=down_proj.dtype, device=down_proj.device)
     check_experts(x, (up,), down_proj, up_bias, down_bias, None, None, num_experts=len(down_proj), options=options)
 
 
@@ -111,7 +114,7 @@ def why_refused(*weights_and_options: Any) -> str:
     return ""
 
 
-def _check_fp8(weights: tuple[Tensor, ...], absent: list[str], options: Options) -> None:
+def _check_fp8(weights: tuple[Any, ...], absent: list[str], options: Options) -> None:
     """The check of precision="fp8". weights: down_proj last.  absent: what came of the arguments that it does not take."""
     (_, d_model, d_expert), activation = weights[-1].shape, activation_named(options.activation)
     for wrong, expected, got in (
@@ -126,7 +129,12 @@ def _check_fp8(weights: tuple[Tensor, ...], absent: list[str], options: Options)
             repr(options.activation),
         ),
         (absent, "neither biases nor low-rank factors", ", ".join(absent)),
-        (not all(t.is_contiguous() for t in weights), "contiguous weights", "transposed weights"),
+        (any(isinstance(t, StoredWeight) for t in weights), "weights in x's dtype", "a StoredWeight"),
+        (
+            not all(isinstance(t, StoredWeight) or t.is_contiguous() for t in weights),
+            "contiguous weights",
+            "transposed weights",
+        ),
         (options.combine != "gather", "combine='gather'", repr(options.combine)),
         (options.save == "paper", "save='minimal' or 'recompute'", "'paper'"),
         (options.workspace_bytes is not None, "workspace_bytes=None", options.workspace_bytes),
@@ -198,12 +206,17 @@ def _check_factors(
     _check_tensor(f"{name}.b", b, FLOAT_DTYPES, None, shape, "(E, out, r)")
 
 
-def _check_dtype(name: str, weight: Tensor, x: Tensor, dtype: torch.dtype) -> None:
+def _check_dtype(name: str, weight: Any, x: Tensor, dtype: torch.dtype) -> None:
     """x has the weight's dtype, or is of 16 bits where that is float32. Autocast casts both.
 
     dtype: the first weight's. What does not fit x is x's fault where it is that, and otherwise the weight's.
     """
-    if autocast_dtype(x.device.type):
+    seen = x.dtype if x.dtype == torch.float64 else autocast_dtype(x.device.type)
+    if isinstance(weight, StoredWeight) and (seen or x.dtype) == torch.float16:
+        raise ValueError(
+            f"x: expected torch.bfloat16, torch.float32 or torch.float64 with {name} stored, got torch.float16"
+        )
+    if autocast_dtype(x.device.type) or isinstance(weight, StoredWeight):
         return
     fitting = FLOAT_DTYPES[:3] if weight.dtype == torch.float32 else (weight.dtype,)
     if x.dtype not in fitting:
@@ -313,7 +326,8 @@ def _check_tensor(
     words: str = "",
 ) -> None:
     """words: the shape in symbols."""
-    check_dense(name, tensor)
+    if not (isinstance(tensor, StoredWeight) and name in ("gate_up_proj", "down_proj")):
+        check_dense(name, tensor)
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name}: expected dtype {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
     if device is not None and tensor.device != device:

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from blazeproto.autograd import chunks, node
 from blazeproto.autograd.backends import backend_on
-from blazeproto.autograd.call import Beside, ExpertsCall, How, Parameters, pack
+from blazeproto.autograd.call import Beside, ExpertsCall, How, Parameters, pack, taken_apart
 from blazeproto.autograd.checks import check_choice, check_counts, check_dense, check_dtype, check_experts
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for
 from blazeproto.autograd.low_rank import LowRank, padded, rank_of, tensors_of
@@ -60,13 +60,14 @@ from blazeproto.autograd.ranks import ALONE, Dispatcher, PeersNamed, check_dispa
 from blazeproto.autograd.records import QuantizedWeights, made_of, records_of
 from blazeproto.dispatch.structures import Dispatch
 from blazeproto.runtime.checks import instance, integer
+from blazeproto.stored.weight import StoredWeight
 
 
 @takes_options()
 def moe_mlp(
     x: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
+    gate_up_proj: Tensor | StoredWeight,
+    down_proj: Tensor | StoredWeight,
     scores: Tensor,
     topk_experts: Tensor | None = None,
     *,
@@ -93,7 +94,9 @@ def moe_mlp(
             (E, n, d) for an ungated activation; of x's dtype, or float32, or under autocast of any; cast where it is used. A
             gradient has its weight's dtype, and of a float32 weight it is the float32 sum of the products, never rounded to x's.
             A transposed view of (E, d, 2n), as gpt-oss has it, is read where it lies, and its gradient lies likewise.
-        down_proj: (E, d, n), or a transposed view of (E, n, d); of any dtype that gate_up_proj may have.
+            A frozen `blazeproto.stored.StoredWeight` is decoded expert by expert, in forward and again in backward: the torch
+            backend's alone. x is then bfloat16, float32 or float64.
+        down_proj: (E, d, n), or a transposed view of (E, n, d); of any dtype that gate_up_proj may have; or a `StoredWeight`.
         scores: (T, K) or (P,) when experts per token vary; the router's, differentiable, cast to float32, or float64 with x.
         topk_experts: (T, K) expert ids, int32 or int64, distinct in a row, which ``validate`` checks; (P,) when experts per token
             vary. An id outside [0, E) means "not here": the pair adds nothing and its gradients are zero. So K may exceed E,
@@ -170,16 +173,17 @@ def moe_mlp(
             arrays: dict[str, Any] = {name: t if t is None else t.contiguous() for name, t in dispatch.arrays.items()}
             dispatch = replace(dispatch, **arrays)
         ranks, exchange = peers or ALONE
-        how = how_of(options, parameters, dispatch.top_k or 0, chunk_tokens, exchange)
-        call = ExpertsCall(parameters, Beside(*kept, ranks), dispatch, how)
+        scales, stored = taken_apart(gate_up_proj, down_proj)
+        how = how_of(options, parameters, dispatch.top_k or 0, chunk_tokens, exchange, *stored)
+        call = ExpertsCall(parameters, Beside(*kept, ranks, *scales), dispatch, how)
         return node.experts.entry(parameters, unobserved=direct)(*pack(call))[0]
 
 
 @takes_options("row_capacity", "workspace_bytes", "validate")
 def grouped_experts(
     x: Tensor,
-    gate_up_proj: Tensor | tuple[Tensor, Tensor],
-    down_proj: Tensor,
+    gate_up_proj: Tensor | StoredWeight | tuple[Tensor, Tensor],
+    down_proj: Tensor | StoredWeight,
     counts: Tensor,
     *,
     up_bias: Tensor | None = None,
@@ -197,8 +201,9 @@ def grouped_experts(
         x: (R, d) rows by expert, bfloat16, float16, float32 or float64. Rows beyond the counts are padding: whatever is in them,
             their output and their gradient are zero.
         gate_up_proj: (E, 2n, d) or (E, n, d), of x's dtype or, unless that is float64, float32, in the layouts of `moe_mlp`;
-            or a pair (gate, up), (E, n, d) each, of one dtype. A pair is joined for forward and again for backward, and what is
-            saved between the two is the pair itself, so that a layer which FSDP has sharded again keeps no copy.
+            or a `StoredWeight`; or a pair (gate, up), (E, n, d) each, of one dtype. A pair is joined for forward and again for
+            backward, and what is saved between the two is the pair itself, so that a layer which FSDP has sharded again keeps no
+            copy.
         down_proj: (E, d, n), of any dtype that gate_up_proj may have.
         counts: (E,) rows of each expert, int32 or int64, on x's device. Their values are trusted not to be negative; of more
             than R rows those past R are left out.
@@ -225,7 +230,8 @@ def grouped_experts(
     weights = (down_proj, up_bias, down_bias, up_factors, down_factors)
     factors = tensors_of(up_factors, down_factors)
     refuse_transforms("grouped_experts", (x, *up, down_proj, up_bias, down_bias, *factors))
-    check_dense("down_proj", down_proj)
+    if not isinstance(down_proj, StoredWeight):
+        check_dense("down_proj", down_proj)
     num_experts = len(down_proj) if down_proj.dim() else 0
     with without_autocast(x.device.type if isinstance(x, Tensor) else "cpu"):
         check_experts(x, up, *weights, num_experts=num_experts, options=options, rows="R")
@@ -237,15 +243,17 @@ def grouped_experts(
         scores = x.new_ones(x.shape[0], 1, dtype=torch.promote_types(x.dtype, torch.float32))
         parameters = operator_tensors(x, up, *weights, scores)
         dispatch = Dispatch(places, F.pad(ends, (1, 0)), places, None, num_experts, 1, x.shape[0])
-        call = ExpertsCall(parameters, Beside(), dispatch, how_of(options, parameters, 1, WHOLE, ""))
+        scales, stored = taken_apart(up[0], down_proj)
+        how = how_of(options, parameters, 1, WHOLE, "", *stored)
+        call = ExpertsCall(parameters, Beside(None, None, None, *scales), dispatch, how)
         alone = unobserved((*parameters, counts)) and not on_another_gpu(x)
         return node.experts.entry(parameters, unobserved=alone)(*pack(call))[0]
 
 
 def operator_tensors(
     x: Tensor,
-    up: tuple[Tensor, ...],
-    down_proj: Tensor,
+    up: tuple[Tensor | StoredWeight, ...],
+    down_proj: Tensor | StoredWeight,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     up_factors: LowRank | None,
@@ -258,9 +266,9 @@ def operator_tensors(
     return Parameters(x.contiguous(), *of_up, *of_down, scores, dense(up[1]) if len(up) == 2 else None)
 
 
-def how_of(options: Options, p: Parameters, top_k: int, chunk_tokens: int, exchange: str) -> How:
+def how_of(options: Options, p: Parameters, top_k: int, chunk_tokens: int, exchange: str, *stored: str) -> How:
     """With the save policy that a call with these tensors has."""
-    rest = (top_k, chunk_tokens, exchange)
+    rest: Any = (top_k, chunk_tokens, exchange, *stored)
     if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in p)):
         return How(options, "recompute", False, *rest)  # nothing will ask for H
     trains_down = p.down_proj.requires_grad or (p.down_a is not None and p.down_a.requires_grad)
@@ -273,8 +281,8 @@ def how_of(options: Options, p: Parameters, top_k: int, chunk_tokens: int, excha
 def dispatched_mlp(
     dispatcher: Dispatcher,
     x: Tensor,
-    up_proj: Tensor,
-    down_proj: Tensor,
+    up_proj: Tensor | StoredWeight,
+    down_proj: Tensor | StoredWeight,
     scores: Tensor,
     topk_experts: Tensor,
     *,

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from blazeproto.gemm.tiles import ALIGNMENT
+from blazeproto.stored.weight import StoredWeight
 
 # Beside torch's own record of the operators, where modules that are executed again (importlib.reload) find them.
 OPERATORS: dict[str, "Operator"] = vars(torch.ops.blazeproto).setdefault("operators", {})
@@ -171,8 +172,10 @@ def narrow_ids(experts: Tensor) -> Tensor:
     return experts if experts.dtype == torch.int32 else experts.clamp(-1, torch.iinfo(torch.int32).max).int()
 
 
-def dense(weight: Tensor) -> Tensor:
-    """A weight (E, out, in), contiguous or a transposed view of what is; a copy if it is neither."""
+def dense(weight: Any) -> Tensor:
+    """A weight (E, out, in), contiguous or a transposed view of what is; a copy if it is neither; a stored weight's values."""
+    if isinstance(weight, StoredWeight):
+        return weight.values
     return weight if weight.mT.is_contiguous() else weight.contiguous()
 
 

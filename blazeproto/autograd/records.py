@@ -202,7 +202,7 @@ class QuantizedWeights:
 
 
 def records_of(
-    quantized: QuantizedWeights, dtype: torch.dtype, weights: tuple[Tensor, Tensor], precision: Any
+    quantized: QuantizedWeights, dtype: torch.dtype, weights: tuple[Any, Any], precision: Any
 ) -> tuple[Tensor, Tensor]:
     """up and down. TypeError for what is not `QuantizedWeights`; ValueError: they are not for x of this dtype or for this
     precision, or not of these weights as they are, which a compiled call finds in its operators (`node.experts`)."""

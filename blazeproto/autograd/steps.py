@@ -19,6 +19,7 @@ from blazeproto.autograd.operators import cast
 from blazeproto.autograd.policy import Saved, SavePolicy
 from blazeproto.autograd.ranks import EXCHANGES
 from blazeproto.autograd.records import check_unchanged, quantized_weight
+from blazeproto.stored.weight import StoredWeight, logical_shape
 
 MAKES = {
     "down_backward": ("dh", "a_scaled", "scores", "xa", "d_out_b", "act_a"),
@@ -52,7 +53,7 @@ def steps_of(call: ExpertsCall, needs: Any = None, sums: Any = None, *, overwrit
     """The steps of each chunk. needs: which gradients are needed; None in forward, which checks kept records of weights.
     sums: where chunks' gradients are summed."""
     p, beside, dispatch, how = call
-    backend = backend_on(how.options.backend, p.x.device, p.x.dtype, *p.down_proj.shape, needs=how.options.needs)
+    backend = backend_on(how.options.backend, p.x.device, p.x.dtype, *p.down_proj.shape, needs=how.needs)
     for kept, weight in ((beside.up_kept, p.up_proj), (beside.down_kept, p.down_proj)):
         if kept is not None and needs is None:
             check_unchanged(kept, weight, copies=True)
@@ -63,9 +64,9 @@ def steps_of(call: ExpertsCall, needs: Any = None, sums: Any = None, *, overwrit
         yield Steps(call, chunk, backend, prepare, needs, sums, overwrite_h)
 
 
-def _in_dtype(weight: Tensor, dtype: torch.dtype, *_: Any, **__: Any) -> Tensor:
-    """The counterpart of `quantized_weight` where nothing is quantized."""
-    return cast(weight, dtype)
+def _in_dtype(weight: Any, dtype: torch.dtype, *_: Any, **__: Any) -> Any:
+    """The counterpart of `quantized_weight` where nothing is quantized. A stored weight stays as it is."""
+    return weight if isinstance(weight, StoredWeight) else cast(weight, dtype)
 
 
 def _once(made: dict[int, Any], prepare: Any, weight: Tensor, *how: Any, **options: Any) -> Any:
@@ -244,7 +245,10 @@ Shape = Sequence[int]
 def _read(packed: Sequence[Any]) -> tuple[Parameters, int]:
     """The shapes of a packed call, and R."""
     named = dict(zip(FIELDS, packed, strict=True))
-    return first(Parameters, packed), named["expert_pair_indices"][0]
+    p = first(Parameters, packed)
+    for weight, how in (("up_proj", named["up_stored"]), ("down_proj", named["down_stored"])):
+        p = p._replace(**{weight: logical_shape(how.split()[0], getattr(p, weight))}) if how else p
+    return p, named["expert_pair_indices"][0]
 
 
 def _of_all_rows(num_rows: int, *weights: Any) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor
 from blazeproto import activations
 from blazeproto.dispatch.structures import Dispatch
 from blazeproto.gemm.specification import Specification
+from blazeproto.stored.weight import StoredWeight
 
 GROUPED_MM_ALIGNMENT = 16  # bytes that grouped_mm wants row strides to be a multiple of
 # On a CPU with AMX, products of bf16 (oneDNN 3.12, torch 2.13) read so many bytes past a shorter row, and multiply them with
@@ -59,7 +60,7 @@ class Torch:
     def product(
         self,
         rows: Tensor,
-        weights: Tensor,
+        weights: Any,
         *,
         transposed: bool,
         bias: Tensor | None = None,
@@ -70,9 +71,11 @@ class Torch:
         with the bias, and added to the rounded other one."""
         some = slice(None) if columns is None else slice(columns.start, columns.stop)
         offsets, bias = self.rows.expert_token_offsets, None if bias is None else bias[:, some]
-        made = _grouped_mm(
-            rows, (weights if transposed else weights.mT)[..., some], offsets, bias if low is None else None
-        )
+        inside = bias if low is None else None
+        if isinstance(weights, StoredWeight):
+            made = _by_expert(rows, weights, offsets, inside, transposed=transposed, columns=some)
+        else:
+            made = _grouped_mm(rows, (weights if transposed else weights.mT)[..., some], offsets, inside)
         if low is None:
             return made
         factor, bias = (low[1] if transposed else low[1].mT)[..., some], None if bias is None else bias.to(rows.dtype)
@@ -193,6 +196,20 @@ def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None = Non
     k, m = b.shape[1:]
     padded_b = F.pad(b, (0, _pad_of(m, b), 0, _pad_of(k, b)))
     return F.grouped_mm(F.pad(a, (0, _pad_of(k, a))), padded_b, offs=offsets[1:])[:, :m].contiguous()
+
+
+def _by_expert(
+    a: Tensor, b: StoredWeight, offsets: Tensor, bias: Tensor | None, *, transposed: bool, columns: slice
+) -> Tensor:
+    """`_grouped_mm` of a stored weight, one decoded expert at a time, to the same bits on a CPU; reads offsets on the host."""
+    width = b.shape[2 if transposed else 1]
+    out = a.new_empty(a.shape[0], len(range(width)[columns]))
+    for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
+        if begin < end:
+            weight = b.decode(expert, a.dtype)[None]
+            of_one = offsets.new_tensor((0, end - begin)), None if bias is None else bias[expert : expert + 1]
+            out[begin:end] = _grouped_mm(a[begin:end], (weight if transposed else weight.mT)[..., columns], *of_one)
+    return out
 
 
 def _grouped_outer(a: Tensor, b: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,7 @@ class Arch:
     loads, multiplies: by which instructions operands come to shared memory, and to the tensor cores.
     tensor_maps: whether launches describe matrices by tensor maps, for TMA.
     extras: what its kernels do beside bf16 products whose rows `combine` sums: "fp8", "fused" sums, "block-sparse" products,
-    "symmetric" exchanges.
+    "symmetric" exchanges, "stored weights".
     tiles: product -> the tiles it runs with (`blazeproto.gemm.tiles`).
     """
 

@@ -65,6 +65,7 @@ class StoredWeight:
     scales: Tensor
     zeros: Tensor | None = None
     dtype: ClassVar[torch.dtype] = torch.bfloat16  # of its numbers, decoded
+    requires_grad: ClassVar[bool] = False  # none of its tensors does
 
     @property
     def shape(self) -> torch.Size:
@@ -90,6 +91,10 @@ class StoredWeight:
     def how(self) -> str:
         """Format and block in words that `put_together` reads."""
         return " ".join((self.format, *map(str, self.block)))
+
+    def dim(self) -> int:
+        """3, as of a tensor."""
+        return 3
 
     def __len__(self) -> int:
         return len(self.values)
