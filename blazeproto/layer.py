@@ -7,7 +7,7 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from blazeproto.activations import activation_named
 from blazeproto.autograd import QuantizedWeights, SavePolicy, moe_mlp, quantize_weights, saved_bytes
 from blazeproto.autograd.backends import backend_on, check_device, device_index, what_runs
+from blazeproto.autograd.call import STORED
 from blazeproto.autograd.checkpoint import refuse_lost_gradients
 from blazeproto.autograd.checks import check_dense, check_dtype, check_weights
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for, num_chunks
@@ -25,12 +26,13 @@ from blazeproto.autograd.operators import autocast_dtype, gradient_rounded
 from blazeproto.autograd.options import OPTION_NAMES, Options, documented, takes_options
 from blazeproto.autograd.ranks import Dispatcher, refuse_ranks
 from blazeproto.autograd.shared_expert import SharedExpert
-from blazeproto.router.choices import CHOICES
+from blazeproto.router.choices import check_keywords
 from blazeproto.router.router import Router, check_by_token, check_takes_mask, make_router, router_keywords
 from blazeproto.router.stats import MoEStats
 from blazeproto.runtime.arch import ARCHES
-from blazeproto.runtime.checks import boolean, fixed, integer, nearest
+from blazeproto.runtime.checks import boolean, fixed, integer, require
 from blazeproto.runtime.shown import Shown
+from blazeproto.stored.module import held, store
 
 Init = TypeVar("Init", bound=Callable[..., None])
 SIZES = ("d_model", "d_expert", "num_experts", "top_k", "widths")  # of a layer; dMoE has the last
@@ -41,7 +43,7 @@ def _with_known_keywords(init: Init) -> Init:
 
     @wraps(init)
     def checked(self: Any, *sizes: Any, **keywords: Any) -> None:
-        _check_keywords(keywords)
+        check_keywords(keywords, {*router_keywords(), *inspect.signature(MoE).parameters})
         init(self, *sizes, **keywords)
 
     return checked  # type: ignore[return-value]
@@ -60,6 +62,7 @@ class MoE(nn.Module, Shown):
         router_options: the keywords of `Router` for a named one, each a keyword here: ``MoE(..., aux_loss=0.01)``.
         bias: whether the experts' projections have biases.
         d_shared: width of the shared expert that every token visits (DeepSeekMoE §3.2); 0 for none.
+        storage: a name of `blazeproto.stored.FORMATS`, to which `store_weights` then quantizes the experts; None: as parameters.
         keywords: the fields of `blazeproto.autograd.Options`; each is an attribute of the layer, which may be set later.
         device, dtype: of the parameters. A layer of float32 takes x in bf16 or fp16 too and computes in x's dtype; the gradients
             of its experts' weights are then float32 sums, never rounded to x's dtype, to be added up over micro-batches.
@@ -75,6 +78,7 @@ class MoE(nn.Module, Shown):
     """
 
     _experts: Any = staticmethod(moe_mlp)  # a layer of another formulation has its own
+    stored: dict[str, Any] = {}  # noqa: RUF012 - by a stored weight's name, how; replaced, never changed
     dispatcher: Dispatcher | None = None  # to other ranks' experts; `blazeproto.distributed.expert_parallel` sets it
 
     if TYPE_CHECKING:
@@ -95,6 +99,7 @@ class MoE(nn.Module, Shown):
         router: str | nn.Module = "top_k",
         bias: bool = False,
         d_shared: int = 0,
+        storage: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **keywords: Any,
@@ -136,6 +141,8 @@ class MoE(nn.Module, Shown):
             device = torch.device("cuda") if on_host else self.down_proj.device
             backend_on(options.backend, device, torch.bfloat16, num_experts, d_model, d_expert, needs=self.kernel_needs)
         self.reset_parameters()
+        if storage is not None:
+            self.store_weights(storage)
 
     def _check_router(self, router: nn.Module) -> None:
         for name in ("num_experts", "top_k"):
@@ -146,9 +153,14 @@ class MoE(nn.Module, Shown):
         return self.num_experts, self.d_model, self.d_expert
 
     @property
-    def up_proj_weight(self) -> nn.Parameter:
-        """``gate_up_proj``, or ``up_proj`` of an ungated layer."""
-        return getattr(self, self.up_name)
+    def up_proj_weight(self) -> Any:
+        """``gate_up_proj``, or ``up_proj`` of an ungated layer: a parameter, or a `StoredWeight`."""
+        return held(self, self.up_name) if self.stored else getattr(self, self.up_name)
+
+    @property
+    def down_proj_weight(self) -> Any:
+        """``down_proj``, a parameter or a `StoredWeight`."""
+        return held(self, "down_proj") if self.stored else self.down_proj
 
     @property
     def up_bias(self) -> nn.Parameter | None:
@@ -159,9 +171,9 @@ class MoE(nn.Module, Shown):
     def reset_parameters(self) -> None:
         """Each expert as nn.Linear starts: uniform within 1 / sqrt(fan in), biases too. The router is left as it is."""
         d, n = self.d_model, self.d_expert
-        weights = (self.up_proj_weight, self.up_bias, self.down_proj, self.down_proj_bias)
+        weights = (getattr(self, self.up_name), self.up_bias, self.down_proj, self.down_proj_bias)
         for parameter, fan_in in zip(weights, (d, d, n, n), strict=True):
-            if parameter is not None:
+            if parameter is not None and parameter.is_floating_point():  # bytes of a stored weight stay
                 parameter.uniform_(-(fan_in**-0.5), fan_in**-0.5)
 
     def forward(
@@ -178,8 +190,9 @@ class MoE(nn.Module, Shown):
         if x.dim() == 0 or x.shape[-1] != self.d_model:
             raise ValueError(f"x: expected shape (..., {self.d_model}), got {tuple(x.shape)}")
         self._check_router(self.router)
-        if self.dispatcher is None and self.down_proj.shape != self._down_shape():
-            got = tuple(self.down_proj.shape)
+        up_proj, down_proj = self.up_proj_weight, self.down_proj_weight
+        if self.dispatcher is None and down_proj.shape != self._down_shape():
+            got = tuple(down_proj.shape)
             raise ValueError(f"down_proj: expected shape {self._down_shape()}, which the layer was made for, got {got}")
         tokens = x.reshape(-1, self.d_model)
         given = {name: value for name, value in {"token_ids": token_ids, "mask": mask}.items() if value is not None}
@@ -196,7 +209,7 @@ class MoE(nn.Module, Shown):
         biases = {"up_bias": self.up_bias, "down_bias": self.down_proj_bias}
         lists = {"pair_tokens": routing.pair_tokens, "token_offsets": routing.token_offsets}
         of_call: dict[str, Any] = {"num_experts": self.num_experts, "options": self.options, **biases, **lists}
-        tensors = (tokens, self.up_proj_weight, self.down_proj, routing.scores, routing.experts)
+        tensors = (tokens, up_proj, down_proj, routing.scores, routing.experts)
         overflow = None
         if self.quantized is not None:
             refuse_ranks(self.dispatcher, "quantized")
@@ -217,6 +230,16 @@ class MoE(nn.Module, Shown):
         aux_losses = refuse_lost_gradients(routing.aux_losses)
         stats = MoEStats(routing.load, aux_losses, overflow, getattr(routing, "chosen_load", None))
         return out if x.dim() == 2 else out.view(x.shape), stats
+
+    def store_weights(self, storage: str) -> None:
+        """Quantize the experts' weights in place and freeze them.  storage: a format's name in `blazeproto.stored.FORMATS`.
+
+        A weight is then a uint8 parameter of its name, and a uint8 buffer NAME_scales. TypeError or ValueError for another
+        format, and for weights that its blocks do not divide or that are stored already; RuntimeError with a dispatcher.
+        """
+        refuse_ranks(self.dispatcher, "store_weights")
+        require(self._experts is moe_mlp, "storage", "a layer whose experts moe_mlp computes", type(self).__name__)
+        store(self, (self.up_name, "down_proj"), storage)
 
     def quantize_weights(self, dtype: torch.dtype | None = None) -> None:
         """With precision="fp8": quantize the experts' weights now, and keep that in ``quantized`` for all forwards to come.
@@ -298,11 +321,11 @@ class MoE(nn.Module, Shown):
         boolean("input_grad", input_grad)
         refuse_ranks(self.dispatcher, "saved_bytes")
         if dtype is None:
-            dtype = self.down_proj.dtype
+            dtype = self.down_proj_weight.dtype
             if dtype != torch.float64:
                 dtype = autocast_dtype(self.down_proj.device.type) or dtype
         integer("num_tokens", num_tokens, least=0)
-        up, down, *biases = (self.up_proj_weight, self.down_proj, self.up_bias, self.down_proj_bias)
+        up, down, *biases = (self.up_proj_weight, self.down_proj_weight, self.up_bias, self.down_proj_bias)
         trained = (up, down, *(bias for bias in biases if bias is not None), *self.router.parameters())
         if not (input_grad or any(parameter.requires_grad for parameter in trained)):
             return 0
@@ -330,14 +353,14 @@ class MoE(nn.Module, Shown):
         dtype: of x, as the experts see it; default: bfloat16 for weights in float32, else the weights' dtype.
         """
         check_dtype(dtype)
-        dtype = dtype or (torch.bfloat16 if self.down_proj.dtype == torch.float32 else self.down_proj.dtype)
+        dtype = dtype or {torch.float32: torch.bfloat16}.get(own := self.down_proj_weight.dtype, own)
         sizes = self.num_experts, self.d_model, self.d_expert
         return what_runs(self.backend, self.down_proj.device, dtype, *sizes, needs=self.kernel_needs)
 
     @property
     def kernel_needs(self) -> tuple[str, ...]:
         """The ``extras`` of an `Arch` that the experts' kernels need."""
-        return self.options.needs
+        return self.options.needs + STORED * bool(self.stored)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "options" and not isinstance(value, Options):
@@ -353,6 +376,7 @@ class MoE(nn.Module, Shown):
         found = f" ({self.runs_on()})" if self.backend == "auto" else ""
         found += "" if self.precision == "bf16" else f", precision={self.precision}"
         found += "" if self.quantized is None else f", quantized={self.quantized.nbytes} bytes of weights"
+        found += "".join(f", {name} stored as {how!r}" for name, (how, _) in self.stored.items())
         found += "" if self.dispatcher is None else f", dispatcher={self.dispatcher}"
         return (
             f"d_model={self.d_model}, d_expert={self.d_expert}, num_experts={self.num_experts}, top_k={self.top_k}, "
@@ -374,27 +398,3 @@ def _option_of_layer(name: str) -> property:
 MoE.__doc__ = documented(MoE.__doc__)
 for _name in OPTION_NAMES:
     setattr(MoE, _name, _option_of_layer(_name))
-
-
-_OTHERS_NAMES = {  # of the sizes, in Hugging Face's configurations
-    "hidden_size": "d_model",
-    "intermediate_size": "d_expert",
-    "moe_intermediate_size": "d_expert",
-    "num_local_experts": "num_experts",
-    "n_routed_experts": "num_experts",
-    "num_experts_per_tok": "top_k",
-}
-
-
-def _check_keywords(keywords: dict[str, Any]) -> None:
-    """TypeError for a keyword that neither the layer nor any router takes, with the one that is meant or the nearest."""
-    of_choices = [option.name for kind in CHOICES.values() for option in fields(kind)]
-    known = {*router_keywords(), *of_choices, *inspect.signature(MoE).parameters} - {"router_options"}
-    if "router_options" in keywords:
-        raise TypeError(
-            "router_options: expected each as a keyword of its own, MoE(..., aux_loss=0.01), got them together"
-        )
-    for name in keywords:
-        if name not in known:
-            near = nearest(_OTHERS_NAMES.get(name, name), known)
-            raise TypeError(f"{name}: unknown keyword of MoE and its router{near}")

@@ -104,6 +104,7 @@ def methods(kind: type, width: int = N) -> dict[str, Call]:
         "max_pairs": (made.max_pairs, {"num_tokens": 3}),
         "saved_bytes": (made.saved_bytes, {"num_tokens": 3, "dtype": torch.float32}),
         "runs_on": (made.runs_on, {"dtype": torch.float32}),
+        "store_weights": (lambda storage: MoE(64, 64, 2, 1).store_weights(storage), {"storage": "nf4"}),
         "quantize_weights": (MoE(16, 128, 2, 1, precision="fp8").quantize_weights, {"dtype": torch.float32}),
     }
 

@@ -326,8 +326,8 @@ def _check_tensor(
     words: str = "",
 ) -> None:
     """words: the shape in symbols."""
-    if not (isinstance(tensor, StoredWeight) and name in ("gate_up_proj", "down_proj")):
-        check_dense(name, tensor)
+    stored = isinstance(tensor, StoredWeight) and name in ("gate_up_proj", "down_proj")
+    check_dense(name, tensor.values if stored else tensor)
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name}: expected dtype {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
     if device is not None and tensor.device != device:

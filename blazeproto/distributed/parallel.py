@@ -47,6 +47,7 @@ def expert_parallel(
         raise TypeError(f"moe: expected a MoE, got {type(moe).__name__}")
     if moe._experts is not moe_mlp:
         raise TypeError(f"moe: expected a layer whose experts moe_mlp computes, got {type(moe).__name__}")
+    require(not moe.stored, "moe", "weights that are not stored", f"stored {', '.join(moe.stored)}")
     require(moe.dispatcher is None, "moe", "one without a dispatcher", f"one with {moe.dispatcher}")
     names = (moe.up_name, "down_proj", f"{moe.up_name}_bias", "down_proj_bias")
     weights = {name: weight for name in names if (weight := getattr(moe, name)) is not None}

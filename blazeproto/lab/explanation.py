@@ -122,6 +122,9 @@ def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: 
     if not isinstance(layer, MoE) or isinstance(layer, PlainMoE):  # which has other steps
         raise TypeError(f"layer: expected a MoE, got {type(layer).__name__}")
     refuse_ranks(layer.dispatcher, "explain")
+    checks.require(
+        not layer.stored, "layer", "experts' weights that are not stored", f"stored {', '.join(layer.stored)}"
+    )
     checks.boolean("measure", measure)
     check_dense("x", x)
     if x.dim() == 0 or x.shape[-1] != layer.d_model:

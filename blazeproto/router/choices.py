@@ -336,3 +336,27 @@ def make_choice(choose: str | Choice, options: dict[str, Any], keywords: Iterabl
             takes = f"the options {', '.join(options_of[choose])}" if options_of[choose] else "no options"
             raise TypeError(f"{option}: unknown keyword (choose={choose!r} takes {takes}){hint}")
     return None if choose == "top_k" else CHOICES[choose](**options)
+
+
+_OTHERS_NAMES = {  # of a layer's sizes, in Hugging Face's configurations
+    "hidden_size": "d_model",
+    "intermediate_size": "d_expert",
+    "moe_intermediate_size": "d_expert",
+    "num_local_experts": "num_experts",
+    "n_routed_experts": "num_experts",
+    "num_experts_per_tok": "top_k",
+}
+
+
+def check_keywords(keywords: Iterable[str], known: Iterable[str]) -> None:
+    """TypeError for a keyword that neither the layer nor any router takes, with the one that is meant or the nearest.
+    known: the names that they take, beside the choices' options."""
+    known = {*known, *(option.name for kind in CHOICES.values() for option in fields(kind))} - {"router_options"}
+    if "router_options" in keywords:
+        raise TypeError(
+            "router_options: expected each as a keyword of its own, MoE(..., aux_loss=0.01), got them together"
+        )
+    for name in keywords:
+        if name not in known:
+            near = checks.nearest(_OTHERS_NAMES.get(name, name), known)
+            raise TypeError(f"{name}: unknown keyword of MoE and its router{near}")

@@ -1,0 +1,64 @@
+"""Stored weights in a module: values are a frozen parameter of bytes, scales and zero points are buffers of bytes.
+
+    gate_up_proj           uint8 (E, out, in / 2), of fp8 (E, out, in)
+    gate_up_proj_scales    uint8: the bytes of (E, out / rows, in / columns) scales
+    gate_up_proj_zeros     uint8: the bytes of int4's zero points; no entry for a weight without
+
+``module.to(dtype)`` and mixed precision cast each floating tensor of a module. They leave bytes alone.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from blazeproto.runtime.checks import instance, one_of, require
+from blazeproto.stored.weight import FORMATS, StoredWeight, put_together, quantize
+
+
+def store(module: Any, names: Sequence[str], storage: str) -> None:
+    """Quantize a module's weights (E, out, in) of these names in place, one expert at a time; on meta their shapes alone.
+
+    Raises:
+        TypeError, ValueError: a weight or the format does not fit, and the module is as it was.
+    """
+    one_of("storage", storage, tuple(FORMATS))
+    require(not module.stored, "storage", "weights that are not stored", f"stored ones: {', '.join(module.stored)}")
+    weights, made = [getattr(module, name) for name in names], {}
+    for name, weight in zip(names, weights, strict=True):
+        one = quantize(torch.zeros(1, *weight.shape[1:]) if weight.is_meta else weight, storage)
+        new = (t.new_empty(len(weight), *t.shape[1:], device="meta") for t in (one.values, one.scales))
+        made[name] = put_together(one.how, next(new), next(new), None) if weight.is_meta else one
+    for name, stored in made.items():
+        hold(module, name, stored)
+
+
+def hold(module: Any, name: str, weight: StoredWeight) -> None:
+    """Put a stored weight in the place of a module's parameter of this name. ``module.stored`` says how it is stored."""
+    instance("weight", weight, StoredWeight)
+    setattr(module, name, nn.Parameter(weight.values.view(torch.uint8), requires_grad=False))
+    for part, t in (("scales", weight.scales), ("zeros", weight.zeros)):
+        module.register_buffer(f"{name}_{part}", None if t is None else t.view(torch.uint8))
+    if not module.stored:
+        module.register_load_state_dict_pre_hook(_check_state)
+    module.stored = {**module.stored, name: (weight.how, weight.scales.dtype)}
+
+
+def held(module: Any, name: str) -> Any:
+    """A module's weight as `blazeproto.moe_mlp` takes it: a `StoredWeight`, or the parameter."""
+    weight = getattr(module, name)
+    if name not in module.stored:
+        return weight
+    (how, dtype), zeros = module.stored[name], getattr(module, f"{name}_zeros")
+    values = weight.view(torch.float8_e4m3fn) if how.startswith("fp8") else weight
+    scales = getattr(module, f"{name}_scales").view(dtype)
+    return put_together(how, values, scales, None if zeros is None else zeros.view(torch.int32))
+
+
+def _check_state(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Others than bytes would be cast to bytes."""
+    for name, (how, _) in module.stored.items():
+        t = state.get(prefix + name)
+        fits = t is None or t.dtype == torch.uint8
+        require(fits, prefix + name, f"bytes of {how!r}, as the layer stores it", getattr(t, "dtype", None))

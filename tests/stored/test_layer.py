@@ -1,0 +1,129 @@
+"""A layer whose experts are stored: state, copies, casts, compilation, and the layers that refuse it."""
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+
+from blazeproto import MoE, stored
+from blazeproto.autograd import moe_mlp
+from blazeproto.blocksparse import DroppingMoE, dMoE
+from blazeproto.distributed import expert_parallel
+from blazeproto.lab import explain
+from blazeproto.stored.module import hold
+from tests.autograd.cases import assert_same_bits
+from tests.refusals import refuses
+
+SIZES = (128, 128, 4, 2)
+
+
+def layer_of(storage: str | None = "nf4", **more: Any) -> MoE:
+    torch.manual_seed(0)
+    return MoE(*SIZES, storage=storage, **{"dtype": torch.bfloat16, **more})
+
+
+def decoded(layer: MoE) -> MoE:
+    """The same layer with the decoded weights as its parameters."""
+    plain = layer_of(None, bias=layer.up_bias is not None)
+    state = {name: t for name, t in layer.state_dict().items() if not name.endswith(("_scales", "_zeros"))}
+    state |= {layer.up_name: layer.up_proj_weight.decode(), "down_proj": layer.down_proj_weight.decode()}
+    plain.load_state_dict(state)
+    return plain
+
+
+def results(layer: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    out, _ = layer(x)
+    return [out.detach(), *torch.autograd.grad(out.float().square().sum(), (x, layer.router.weight))]
+
+
+X = torch.randn(24, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+@pytest.mark.parametrize("storage", stored.FORMATS)
+def test_a_layer_computes_what_its_decoded_weights_compute(storage):
+    layer = layer_of(storage, bias=True)
+    assert_same_bits(results(layer, X), results(decoded(layer), X))
+    assert layer.runs_on().startswith("torch: ") and f"gate_up_proj stored as '{storage}" in repr(layer)
+    plain = layer_of(None, bias=True)
+    assert torch.equal(layer.down_proj_weight.decode(), stored.quantize(plain.down_proj, storage).decode())
+    assert layer.saved_bytes(24) == decoded(layer).requires_grad_(False).saved_bytes(24)
+
+
+@pytest.mark.parametrize("storage", stored.FORMATS)
+def test_state_copies_and_casts_keep_the_bits(storage):
+    """A cast of the layer to another dtype too, which leaves bytes alone."""
+    layer = layer_of(storage)
+    expected, state = results(layer, X), layer.state_dict()
+    assert {*state} == {
+        "router.weight",
+        *(f"{w}{end}" for w in ("gate_up_proj", "down_proj") for end in ("", "_scales")),
+    }
+    assert all(t.dtype == torch.uint8 for name, t in state.items() if "proj" in name)
+    torch.save(state, file := io.BytesIO())
+    other = MoE(*SIZES, storage=storage, dtype=torch.bfloat16)
+    other.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
+    torch.save(layer, whole := io.BytesIO())
+    on_meta = layer_of(storage, device="meta").to_empty(device="cpu")
+    on_meta.load_state_dict(state)
+    made = (other, copy.deepcopy(layer), torch.load(io.BytesIO(whole.getvalue()), weights_only=False), on_meta)
+    for each in (*made, copy.deepcopy(layer).double().bfloat16()):
+        assert_same_bits(results(each, X), expected)
+        each.reset_parameters()
+        assert_same_bits([each.down_proj], [layer.down_proj])
+
+
+def test_checkpoint_bytes_in_a_layer():
+    """int4 with zero points; what is held is what was given."""
+    layer = layer_of(None)
+    for name in ("gate_up_proj", "down_proj"):
+        experts, out, width = getattr(layer, name).shape
+        packed, zeros = (
+            torch.randint(-(2**31), 2**31, (experts, *shape)).int()
+            for shape in ((out, width // 8), (out // 8, width // 32))
+        )
+        scales = torch.rand(experts, out, width // 32).bfloat16() / 64
+        hold(layer, name, stored.int4(packed, scales, zeros, group=32))
+        assert getattr(layer, name).data_ptr() == packed.data_ptr()
+    assert_same_bits(results(copy.deepcopy(layer), X), results(decoded(layer), X))
+    assert "gate_up_proj_zeros" in layer.state_dict()
+
+
+def test_a_stored_layer_compiles():
+    layer = layer_of("mxfp4")
+    torch.compiler.reset()
+    assert_same_bits(results(layer, X), expected := results(layer, X))
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = X.clone().requires_grad_()
+    assert_same_bits([compiled(x)[0].detach()], expected[:1])
+
+
+def test_training_changes_no_weight():
+    layer = layer_of("nf4")
+    before = copy.deepcopy(layer.state_dict())
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    layer(X)[0].float().square().sum().backward()
+    optimizer.step()
+    changed = {name for name, t in layer.state_dict().items() if not torch.equal(t, before[name])}
+    assert changed == {"router.weight"}
+
+
+def test_what_is_refused():
+    layer = layer_of("fp8")
+    refuses(lambda: layer.load_state_dict(layer_of(None).state_dict()), "gate_up_proj")
+    refuses(lambda: layer.store_weights("nf4"), "storage")
+    refuses(lambda: layer_of("fp4"), "storage")
+    refuses(lambda: MoE(48, 64, 4, 2, storage="nf4"), "block")
+    refuses(lambda: explain(layer, X), "layer")
+    refuses(lambda: expert_parallel(layer, None), "moe")
+    for kind in (dMoE, DroppingMoE):
+        refuses(lambda kind=kind: kind(*SIZES, storage="nf4"), "storage")
+    for backend in ("hopper", "ampere"):
+        layer.backend = backend
+        refuses(lambda: layer(X), "backend")
+    plain = layer_of(None)
+    refuses(lambda: MoE(48, 64, 4, 2).store_weights("nf4"), "block")
+    given = plain.up_proj_weight, layer.down_proj, torch.ones(24, 1), torch.zeros(24, 1).int()
+    refuses(lambda: moe_mlp(X, *given, num_experts=4), "down_proj", TypeError)
