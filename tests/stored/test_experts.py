@@ -1,5 +1,6 @@
 """Experts of stored weights: the bits of the same call on decoded weights, against float64, and what they hold and refuse."""
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -74,6 +75,18 @@ def test_against_float64(format):
     assert_close(case.run(), plain.reference(), 1e-13)
     case, plain = stored_case(format)
     assert_close(case.run(), plain.reference(), 1.5e-2)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_layers(seed):
+    """Sizes, format, activation, biases, ranks and options drawn at random."""
+    draw = random.Random(seed).choice
+    sizes = (draw((1, 5, 64, 200)), 64 * draw((1, 2, 3)), 64 * draw((1, 2)), draw((1, 3, 8)), draw((1, 2)))
+    more = {"bias": draw((True, False)), "sentinels": draw((True, False)), "rank": draw((1, 8, 17))}
+    more |= {"factors": draw(("up", "down", "both")), "activation": draw(("swiglu", "relu2", "geglu"))}
+    case, plain = stored_case(draw(FORMATS), sizes=sizes, **more)
+    options = {"save": draw(("minimal", "paper", "recompute")), "workspace_bytes": draw((None, 200_000))}
+    assert_same_bits(case.run(**options), plain.run(**options))
 
 
 def test_numbers_of_no_tokens_and_of_one():
@@ -217,6 +230,12 @@ REFUSED = {
 def test_refusals(what):
     case, (argument, replaced) = stored_case("nf4")[0], REFUSED[what]
     refuses(lambda: case.forward(**replaced), argument)
+
+
+def test_a_sharded_weight_is_refused():
+    case = stored_case("nf4")[0]
+    sharded = case.down_proj.values.as_subclass(type("Sharded", (Tensor,), {"placements": ()}))
+    refuses(lambda: case.forward(down_proj=replace(case.down_proj, values=sharded)), "down_proj", TypeError)
 
 
 @pytest.mark.parametrize("argument", ["x", "scores", "topk_experts", "up_bias"])
