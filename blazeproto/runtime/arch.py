@@ -86,7 +86,9 @@ def missing(
     gpu: what the answer calls it.  name: of an architecture, or "auto" for any.  needs: as for `arch_of`."""
     able = [arch for arch in ARCHES.values() if name in ("auto", arch.name) and {*needs} <= {*arch.extras}]
     if not able:
-        return f"kernels that the backend {name!r} lacks: {', '.join(needs)}"
+        return (
+            f"kernels that {'every backend' if name == 'auto' else f'the backend {name!r}'} lacks: {', '.join(needs)}"
+        )
     if capability is not None and any(arch.runs_on(capability) for arch in able):
         return None
     beside = f" for {', '.join(needs)}" if needs else ""

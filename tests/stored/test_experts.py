@@ -11,9 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from blazeproto import stored
 from blazeproto.autograd import LowRank, grouped_experts
+from blazeproto.autograd.call import STORED
 from blazeproto.autograd.mlp import dispatched_mlp
 from blazeproto.autograd.options import Options
 from blazeproto.autograd.ranks import Arrived
+from blazeproto.runtime.arch import missing
 from blazeproto.stored import StoredWeight
 from tests.autograd.cases import Case, assert_close, assert_same_bits, make_case
 from tests.refusals import refuses
@@ -190,6 +192,15 @@ def test_nothing_decoded_is_saved():
     assert sizes[0] == sizes[1]
 
 
+def test_nothing_of_half_a_weight_is_allocated():
+    """The largest allocation of forward and backward is below half of one bf16 weight."""
+    case, plain = stored_case("nf4", sizes=(256, 256, 256, 24, 1))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        made = case.run()
+    largest = max(event.self_cpu_memory_usage for event in profile.events())
+    assert made[0].nbytes < largest < plain.down_proj.nbytes / 2 < plain.gate_up_proj.nbytes / 2
+
+
 def test_operations_are_those_of_decoded_weights():
     totals = []
     for case in stored_case("mxfp4"):
@@ -230,6 +241,13 @@ REFUSED = {
 def test_refusals(what):
     case, (argument, replaced) = stored_case("nf4")[0], REFUSED[what]
     refuses(lambda: case.forward(**replaced), argument)
+
+
+def test_no_gpu_runs_kernels_of_stored_weights():
+    for capability in ((8, 0), (9, 0), (12, 0)):
+        lacks = {name: missing(capability, name=name, needs=STORED) for name in ("auto", "hopper", "ampere")}
+        assert lacks["auto"] == "kernels that every backend lacks: stored weights"
+        assert lacks["hopper"] == "kernels that the backend 'hopper' lacks: stored weights"
 
 
 def test_a_sharded_weight_is_refused():
