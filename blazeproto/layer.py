@@ -234,7 +234,7 @@ class MoE(nn.Module, Shown):
     def store_weights(self, storage: str) -> None:
         """Quantize the experts' weights in place and freeze them.  storage: a format's name in `blazeproto.stored.FORMATS`.
 
-        A weight is then a uint8 parameter of its name, and a uint8 buffer NAME_scales. TypeError or ValueError for another
+        A weight is then a uint8 parameter of its name, and a uint8 buffer of its scales. TypeError or ValueError for another
         format, and for weights that its blocks do not divide or that are stored already; RuntimeError with a dispatcher.
         """
         refuse_ranks(self.dispatcher, "store_weights")

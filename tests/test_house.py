@@ -270,7 +270,7 @@ CEILINGS = {
     "blazeproto/dispatch/**/*.py": 735,
     "blazeproto/router/**/*.py": 2310,
     "blazeproto/gemm/**/*.py": 2137,
-    "blazeproto/stored/**/*.py": 294,
+    "blazeproto/stored/**/*.py": 296,
     "blazeproto/autograd/**/*.py": 1930,
     "blazeproto/blocksparse/**/*.py": 588,
     "blazeproto/distributed/**/*.py": 471,
@@ -278,7 +278,7 @@ CEILINGS = {
     "blazeproto/lab/**/*.py": 2921,
     "ptxsim/*.py": 2936,
     "scripts/**/*.py": 8265,
-    "tests/**/*.py ptxsim/tests/**/*.py": 22896,
+    "tests/**/*.py ptxsim/tests/**/*.py": 22899,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 5718,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

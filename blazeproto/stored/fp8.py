@@ -51,4 +51,4 @@ def _quantize(numbers: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     return values.to(torch.float8_e4m3fn), scales.squeeze((1, 3))
 
 
-FORMATS["fp8"] = Format(E4M3, (128, 128), lambda *_: True, Tensor.float, _quantize)
+FORMATS["fp8"] = Format(E4M3, (128, 128), lambda *_: True, Tensor.float, _quantize, "scale_inv")

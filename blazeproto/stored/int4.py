@@ -72,5 +72,6 @@ FORMATS["int4"] = Format(
     lambda rows, columns: rows == 1 and columns % 2 == 0,
     partial(of_nibbles, numbers=NUMBERS),
     _quantize,
+    "scale",
     _zeros,
 )

@@ -1,7 +1,8 @@
 """Stored weights in a module: values are a frozen parameter of bytes, scales and zero points are buffers of bytes.
 
     gate_up_proj           uint8 (E, out, in / 2), of fp8 (E, out, in)
-    gate_up_proj_scales    uint8: the bytes of (E, out / rows, in / columns) scales
+    gate_up_proj_scales    uint8: the bytes of (E, out / rows, in / columns) scales; _absmax of nf4, _scale of int4, _scale_inv of
+                           fp8, so that no state loads into a layer of another format
     gate_up_proj_zeros     uint8: the bytes of int4's zero points; no entry for a weight without
 
 ``module.to(dtype)`` and mixed precision cast each floating tensor of a module. They leave bytes alone.
@@ -38,7 +39,7 @@ def hold(module: Any, name: str, weight: StoredWeight) -> None:
     """Put a stored weight in the place of a module's parameter of this name. ``module.stored`` says how it is stored."""
     instance("weight", weight, StoredWeight)
     setattr(module, name, nn.Parameter(weight.values.view(torch.uint8), requires_grad=False))
-    for part, t in (("scales", weight.scales), ("zeros", weight.zeros)):
+    for part, t in ((FORMATS[weight.format].scales, weight.scales), ("zeros", weight.zeros)):
         module.register_buffer(f"{name}_{part}", None if t is None else t.view(torch.uint8))
     if not module.stored:
         module.register_load_state_dict_pre_hook(_check_state)
@@ -51,8 +52,9 @@ def held(module: Any, name: str) -> Any:
     if name not in module.stored:
         return weight
     (how, dtype), zeros = module.stored[name], getattr(module, f"{name}_zeros")
-    values = weight.view(torch.float8_e4m3fn) if how.startswith("fp8") else weight
-    scales = getattr(module, f"{name}_scales").view(dtype)
+    format = how.split()[0]
+    values = weight.view(torch.float8_e4m3fn) if format == "fp8" else weight
+    scales = getattr(module, f"{name}_{FORMATS[format].scales}").view(dtype)
     return put_together(how, values, scales, None if zeros is None else zeros.view(torch.int32))
 
 

@@ -109,4 +109,5 @@ FORMATS["nf4"] = Format(
     lambda rows, columns: rows == 1 and columns in BLOCKS,
     partial(of_nibbles, numbers=NUMBERS, high_first=True),
     _quantize,
+    "absmax",
 )

@@ -29,6 +29,7 @@ class Format:
     allows: whether a block of these rows and columns may.
     numbers: one expert's values -> (out, in) float32, before scales.
     quantize: (out, in) float32 and a block -> values and scales.
+    scales: the word for scales in its checkpoints, and so in a layer's state.
     zeros: one expert's zero points -> (out, in / columns) float32.
     """
 
@@ -37,6 +38,7 @@ class Format:
     allows: Callable[[int, int], bool]
     numbers: Callable[[Tensor], Tensor]
     quantize: Callable[[Tensor, tuple[int, int]], tuple[Tensor, Tensor]]
+    scales: str = "scales"
     zeros: Callable[[Tensor], Tensor] | None = None
 
 

@@ -17,6 +17,7 @@ from tests.autograd.cases import assert_same_bits
 from tests.refusals import refuses
 
 SIZES = (128, 128, 4, 2)
+SCALES = {"mxfp4": "_scales", "nf4": "_absmax", "int4": "_scale", "fp8": "_scale_inv"}
 
 
 def layer_of(storage: str | None = "nf4", **more: Any) -> MoE:
@@ -27,7 +28,7 @@ def layer_of(storage: str | None = "nf4", **more: Any) -> MoE:
 def decoded(layer: MoE) -> MoE:
     """The same layer with the decoded weights as its parameters."""
     plain = layer_of(None, bias=layer.up_bias is not None)
-    state = {name: t for name, t in layer.state_dict().items() if not name.endswith(("_scales", "_zeros"))}
+    state = {name: t for name, t in layer.state_dict().items() if not name.endswith(("_zeros", *SCALES.values()))}
     state |= {layer.up_name: layer.up_proj_weight.decode(), "down_proj": layer.down_proj_weight.decode()}
     plain.load_state_dict(state)
     return plain
@@ -59,7 +60,7 @@ def test_state_copies_and_casts_keep_the_bits(storage):
     expected, state = results(layer, X), layer.state_dict()
     assert {*state} == {
         "router.weight",
-        *(f"{w}{end}" for w in ("gate_up_proj", "down_proj") for end in ("", "_scales")),
+        *(f"{w}{end}" for w in ("gate_up_proj", "down_proj") for end in ("", SCALES[storage])),
     }
     assert all(t.dtype == torch.uint8 for name, t in state.items() if "proj" in name)
     torch.save(state, file := io.BytesIO())
@@ -114,6 +115,8 @@ def test_what_is_refused():
     layer = layer_of("fp8")
     refuses(lambda: layer.load_state_dict(layer_of(None).state_dict()), "gate_up_proj")
     refuses(lambda: layer.store_weights("nf4"), "storage")
+    with pytest.raises(RuntimeError, match=r"(?s)Missing key.*up_proj_scale.*Unexpected key.*up_proj_absmax"):
+        layer_of("int4").load_state_dict(layer_of("nf4").state_dict())  # of the same sizes
     refuses(lambda: layer_of("fp4"), "storage")
     refuses(lambda: MoE(48, 64, 4, 2, storage="nf4"), "block")
     refuses(lambda: explain(layer, X), "layer")
