@@ -274,11 +274,11 @@ CEILINGS = {
     "blazeproto/autograd/**/*.py": 1930,
     "blazeproto/blocksparse/**/*.py": 588,
     "blazeproto/distributed/**/*.py": 471,
-    "blazeproto/integrations/**/*.py": 300,
+    "blazeproto/integrations/**/*.py": 368,
     "blazeproto/lab/**/*.py": 2921,
     "ptxsim/*.py": 2936,
     "scripts/**/*.py": 8265,
-    "tests/**/*.py ptxsim/tests/**/*.py": 22899,
+    "tests/**/*.py ptxsim/tests/**/*.py": 23023,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 5718,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

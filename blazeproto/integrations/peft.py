@@ -23,7 +23,10 @@ from torch import Tensor, nn
 
 from blazeproto.autograd import LowRank
 from blazeproto.integrations import transformers
+from blazeproto.runtime.checks import require
 from blazeproto.runtime.optional import look, need
+from blazeproto.stored.module import held
+from blazeproto.stored.weight import StoredWeight
 
 __all__ = ["REFUSED", "explain", "register"]
 
@@ -44,7 +47,7 @@ _METHODS: dict[str, tuple[int, tuple[str, ...]] | None] = {
         **dict.fromkeys(("get_base_layer", "get_param", "unmerge"), (1, ())),
         **dict.fromkeys(("merged", "disable_adapters", "active_adapters"), None),
     }.items()
-}
+} | {"peft.tuners.lora.model:LoraModel._check_merge_allowed": (1, ())}
 
 # --- Which code path -----------------------------------------------------------------------------------------------------
 
@@ -134,7 +137,8 @@ def _handing_factors_in(of_peft: Callable[..., Tensor]) -> Callable[..., Tensor]
     """A wrapper's forward, in place of peft's."""
 
     def forward(self: Any, x: Tensor, *args: Any, low_rank: Any = None, **kwargs: Any) -> Tensor:
-        if low_rank is None and ("adapter_names" in kwargs or _why_peft(self) is not None):
+        if low_rank is None and (why := "adapter_names" if "adapter_names" in kwargs else _why_peft(self)):
+            require(not getattr(self.get_base_layer(), "stored", ()), "adapters", "factors beside stored experts", why)
             return of_peft(self, x, *args, **kwargs)
         up, down = low_rank or (None, None)
         low_rank = (up, _factors(self)) if self.parameter_name == "down_proj" else (_factors(self), down)
@@ -142,6 +146,26 @@ def _handing_factors_in(of_peft: Callable[..., Tensor]) -> Callable[..., Tensor]
         return made
 
     return forward
+
+
+def _get_param(wrapper: Any) -> Any:
+    """A wrapper's get_param: of a stored weight two bytes with the shape, dtype and device that adapters need."""
+    experts = wrapper.get_base_layer()
+    if not isinstance(weight := held(experts, wrapper.parameter_name), StoredWeight):
+        return weight
+    whole = torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+    return whole.mT if experts.is_transposed else whole
+
+
+def _refusing_to_merge(of_peft: Callable[..., None]) -> Callable[..., None]:
+    """A model's check before it merges adapters of any layer: merging would add to a stored weight's bytes."""
+
+    def check(self: Any) -> None:
+        stored = any(getattr(module, "stored", None) for module in self.model.modules())
+        require(not stored, "merge", "experts that are not stored", "stored ones, which no adapter can be merged into")
+        of_peft(self)
+
+    return check
 
 
 # --- Registering ---------------------------------------------------------------------------------------------------------
@@ -152,7 +176,8 @@ def register() -> None:
     it was called before, whose precision then stays.
 
     Once a process, before or after a model is made; again is harmless. It replaces the forward of peft's ``ParamWrapper``, which
-    does as before wherever the experts implementation is not "blazeproto". peft, ``tuners/lora/layer.py``.
+    does as before wherever the experts implementation is not "blazeproto", and for stored weights ``get_param`` and the check
+    before merging. peft, ``tuners/lora/layer.py``.
 
     Raises:
         ImportError: peft is missing, not of a version from 0.20 on, or without what this uses of it; or transformers, likewise.
@@ -165,6 +190,9 @@ def register() -> None:
     if transformers.NAME not in ALL_EXPERTS_FUNCTIONS:
         transformers.register()
     from peft.tuners.lora.layer import ParamWrapper
+    from peft.tuners.lora.model import LoraModel
 
     if ParamWrapper.forward.__module__ != __name__:
         ParamWrapper.forward = _handing_factors_in(ParamWrapper.forward)
+        ParamWrapper.get_param = _get_param
+        LoraModel._check_merge_allowed = _refusing_to_merge(LoraModel._check_merge_allowed)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from blazeproto.autograd import Dispatcher, LowRank, Options, moe_mlp
 from blazeproto.autograd.backends import what_runs
+from blazeproto.autograd.call import STORED
 from blazeproto.autograd.checks import FLOAT_DTYPES, why_refused
 from blazeproto.autograd.mlp import dispatched_mlp
 from blazeproto.autograd.operators import autocast_dtype
@@ -35,6 +36,7 @@ from blazeproto.gemm.recipe import Recipe, name_of
 from blazeproto.integrations.gates import DEFAULT_GATE, activation_of, full_name, gate_name
 from blazeproto.runtime.checks import require
 from blazeproto.runtime.optional import look, need
+from blazeproto.stored.module import held
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
@@ -63,14 +65,14 @@ QUANTISERS = ("torchao.", "bitsandbytes.")  # packages whose tensors are not wha
 
 
 def _tensors(experts: Any) -> list[Tensor]:
-    """The module's weights and biases as they lie."""
-    return [getattr(experts, name) for name in _names(experts)]
+    """The module's weights and biases as they lie, or stored."""
+    return [held(experts, name) for name in _names(experts)]
 
 
 def _weights(experts: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Up (E, 2n, d) or (E, n, d), down (E, d, n), and their biases."""
     up, down, *biases = _tensors(experts)
-    up, down = (up.mT, down.mT) if experts.is_transposed else (up, down)
+    up, down = (w.mT if experts.is_transposed and isinstance(w, Tensor) else w for w in (up, down))
     up_bias, down_bias = biases or (None, None)
     return up, down, up_bias, down_bias
 
@@ -104,6 +106,10 @@ def _offloaded(experts: nn.Module) -> bool:
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], bool], str]] = {
     "offloaded": (_offloaded, "weights on the device while the model is trained or run: load it without offloading"),
+    "stored": (
+        lambda experts: bool(getattr(experts, "stored", ())) and _why_grouped_mm(experts) is not None,
+        "stored experts in a module that runs in place, with biases in bfloat16 and no hook on act_fn",
+    ),
     "quantised": (_quantised, "weights in bfloat16, float16, float32 or float64: dequantise them, or use another one"),
 }
 """What is refused: how it is recognised in an experts module, and what was expected instead."""
@@ -191,7 +197,7 @@ def _our_path(experts: Any) -> str:
         return f"refused: {why}"
     dtype = autocast_dtype(down.device.type) or down.dtype
     dispatcher = getattr(experts, "dispatcher", None)
-    backend = what_runs("auto", down.device, dtype, *down.shape)
+    backend = what_runs("auto", down.device, dtype, *down.shape, needs=STORED * bool(getattr(experts, "stored", ())))
     notes = (precision != "bf16", precision), (backend == "hopper", "batch-invariant"), (dispatcher, str(dispatcher))
     return f"in place ({', '.join([backend, *(note for holds, note in notes if holds)])})"
 
@@ -285,9 +291,8 @@ def expert_parallel(
             f'experts that run in place with "{NAME}"',
             f"{name or 'some'}: {path}",
         )
-        require(
-            not hasattr(experts, "dispatcher"), "model", "experts without a dispatcher", f"{name or 'some'}: {path}"
-        )
+        plain = not hasattr(experts, "dispatcher") and not getattr(experts, "stored", ())
+        require(plain, "model", "experts without a dispatcher that are not stored", f"{name or 'some'}: {path}")
         mesh, num_experts = mesh_of(mesh_or_group, experts.down_proj.device.type), len(experts.down_proj)
         ranks = mesh.size(mesh.ndim - 1)
         require(
@@ -303,15 +308,16 @@ def expert_parallel(
     return model
 
 
-def register(*, precision: str | Recipe = "bf16") -> None:
+def register(*, precision: str | Recipe = "bf16", storage: str | None = None) -> None:
     """Give transformers the experts implementation "blazeproto". Once a process, before a model is made; again is harmless.
 
     Then ``from_pretrained(..., experts_implementation="blazeproto")``, or ``model.set_experts_implementation("blazeproto")``.
     Hugging Face transformers, ``integrations/moe.py``.  precision: of all such experts, see docs/fp8.md; LoRA's have bf16's.
+    storage: "mxfp4" loads gpt-oss's MXFP4 checkpoints as their bytes lie (docs/stored.md); None leaves them to transformers.
 
     Raises:
         ImportError: transformers is missing, not of a version 5 from 5.17 on, or without what this uses of it.
-        ValueError: no such precision.
+        ValueError: no such precision or storage.
     """
     need("transformers")
     look("transformers", _USES)
@@ -322,3 +328,6 @@ def register(*, precision: str | Recipe = "bf16") -> None:
         NAME, experts_forward if name_of(precision) == "bf16" else partial(experts_forward, precision="fp8")
     )
     ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, _refuse_fp8)
+    from blazeproto.integrations.stored import load_stored
+
+    load_stored(storage)

@@ -166,7 +166,7 @@ def quantize(weight: Tensor, format: str, block: tuple[int, int] | None = None) 
     places: list[Tensor] = []
     for expert, one in enumerate(weight.detach()):
         require(bool(one.isfinite().all()), "weight", "finite numbers", f"NaN or Inf in expert {expert}")
-        made = FORMATS[format].quantize(one.float(), block)
+        made = FORMATS[format].quantize(one.float().contiguous(), block)
         places = places or [t.new_empty(len(weight), *t.shape) for t in made]
         for place, t in zip(places, made, strict=True):
             place[expert] = t

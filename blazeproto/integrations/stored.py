@@ -1,0 +1,95 @@
+"""Stored weights in the experts of transformers' models, made by `store_experts` or read from a checkpoint.
+
+    register(storage="mxfp4")                      # gpt-oss's checkpoints are loaded as their bytes lie
+    store_experts(model, "nf4")                    # a bf16 model; save_pretrained and from_pretrained keep it stored
+
+A module keeps its class, names and biases. A weight becomes a uint8 parameter of its name and a uint8 buffer of its scales,
+(E, out, ...) also if the module is transposed.
+"""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightRenaming
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    Mxfp4HfQuantizer,
+    QuantizationConfigMixin,
+)
+
+from blazeproto.runtime.checks import instance, one_of, require
+from blazeproto.stored.module import store
+from blazeproto.stored.mxfp4 import BLOCK, LARGEST_SCALE
+
+NAME = "blazeproto"
+
+
+def store_experts(model: Any, storage: str) -> Any:
+    """Quantize the experts of a transformers model in place, freeze them, and set the experts implementation "blazeproto".
+
+    One layer after another, expert by expert: beside the model, a layer's weights in ``storage`` and one expert's numbers exist.
+    Dettmers et al., QLoRA, arXiv 2305.14314.
+
+    Args:
+        model: a transformers model, before adapters; changed and returned.
+        storage: a name of `blazeproto.stored.FORMATS`.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; it is named, with what was expected and what came.
+    """
+    instance("model", model, PreTrainedModel)
+    found: list[Any] = [module for module in model.modules() if hasattr(module, "is_transposed")]
+    require(bool(found), "model", "one with experts", type(model).__name__)
+    for experts in found:
+        experts.stored = getattr(experts, "stored", {})
+        names = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
+        store(experts, names, storage, transposed=experts.is_transposed)
+    model.set_experts_implementation(NAME)
+    model.config.quantization_config = StoredConfig(storage)
+    return model
+
+
+class StoredConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """The entry of config.json for a model of `store_experts`."""
+
+    dequantize = False
+
+    def __init__(self, storage: str, **_: Any) -> None:
+        self.quant_method, self.storage = NAME, storage
+
+
+class StoredQuantizer(Mxfp4HfQuantizer):  # type: ignore[misc]
+    """Makes room for stored weights before transformers loads them. It needs no kernels and works on any device."""
+
+    is_trainable = True
+
+    def validate_environment(self, *_: Any, **__: Any) -> None:
+        """ValueError for a checkpoint that is not stored."""
+        require(self.pre_quantized, "quantization_config", "None, then store_experts", "one for a bf16 checkpoint")
+
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+        if not self.quantization_config.dequantize:
+            store_experts(model, getattr(self.quantization_config, "storage", "mxfp4"))
+        for parameter in model.parameters():  # as blocks lie
+            if parameter.dtype == torch.uint8 and not hasattr(self.quantization_config, "storage"):
+                parameter.data = parameter.data.unflatten(2, (-1, BLOCK // 2))
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
+        largest = max((int(t.max()) for name, t in model.named_buffers() if name.endswith("proj_scales")), default=0)
+        require(largest <= LARGEST_SCALE, "scales", f"bytes up to {LARGEST_SCALE}, or bf16 overflows", largest)
+
+    def get_weight_conversions(self) -> Any:
+        """Blocks take the weight's name. Scales have theirs."""
+        config, blocks = self.quantization_config, [WeightRenaming(f"{n}_blocks", n) for n in self.serialized_names]
+        return super().get_weight_conversions() if config.dequantize else [] if hasattr(config, "storage") else blocks
+
+
+def load_stored(storage: str | None) -> None:
+    """Let ``from_pretrained`` read what `store_experts` made; "mxfp4": gpt-oss's checkpoints too."""
+    one_of("storage", storage or "mxfp4", ("mxfp4",))
+    AUTO_QUANTIZATION_CONFIG_MAPPING[NAME] = StoredConfig
+    AUTO_QUANTIZER_MAPPING.update(
+        dict.fromkeys((NAME, storage or NAME), StoredQuantizer)
+    )  # its decorator refuses "mxfp4"
