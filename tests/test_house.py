@@ -270,15 +270,15 @@ CEILINGS = {
     "blazeproto/dispatch/**/*.py": 735,
     "blazeproto/router/**/*.py": 2310,
     "blazeproto/gemm/**/*.py": 2137,
-    "blazeproto/stored/**/*.py": 296,
+    "blazeproto/stored/**/*.py": 299,
     "blazeproto/autograd/**/*.py": 1930,
     "blazeproto/blocksparse/**/*.py": 588,
     "blazeproto/distributed/**/*.py": 471,
     "blazeproto/integrations/**/*.py": 368,
     "blazeproto/lab/**/*.py": 2921,
     "ptxsim/*.py": 2936,
-    "scripts/**/*.py": 8265,
-    "tests/**/*.py ptxsim/tests/**/*.py": 23023,
+    "scripts/**/*.py": 8376,
+    "tests/**/*.py ptxsim/tests/**/*.py": 23051,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 5718,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

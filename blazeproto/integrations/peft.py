@@ -101,7 +101,7 @@ def explain(model: nn.Module) -> dict[str, str]:
 # --- Factors -------------------------------------------------------------------------------------------------------------
 
 
-def _factors(wrapper: Any) -> LowRank | None:
+def factors(wrapper: Any) -> LowRank | None:
     """The active adapters of a wrapper side by side; None where none act, or they are merged into the weight."""
     if wrapper.disable_adapters and wrapper.merged:
         wrapper.unmerge()  # as peft does
@@ -141,7 +141,7 @@ def _handing_factors_in(of_peft: Callable[..., Tensor]) -> Callable[..., Tensor]
             require(not getattr(self.get_base_layer(), "stored", ()), "adapters", "factors beside stored experts", why)
             return of_peft(self, x, *args, **kwargs)
         up, down = low_rank or (None, None)
-        low_rank = (up, _factors(self)) if self.parameter_name == "down_proj" else (_factors(self), down)
+        low_rank = (up, factors(self)) if self.parameter_name == "down_proj" else (factors(self), down)
         made: Tensor = self.base_layer(x, *args, low_rank=low_rank, **kwargs)
         return made
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from blazeproto.runtime.checks import instance, one_of, require
-from blazeproto.stored.weight import FORMATS, StoredWeight, put_together, quantize
+from blazeproto.stored.weight import FORMATS, StoredWeight, check_block, put_together, quantize
 
 
 def store(module: Any, names: Sequence[str], storage: str, *, transposed: bool = False) -> None:
@@ -28,9 +28,14 @@ def store(module: Any, names: Sequence[str], storage: str, *, transposed: bool =
     one_of("storage", storage, tuple(FORMATS))
     require(not module.stored, "storage", "weights that are not stored", f"stored ones: {', '.join(module.stored)}")
     weights, made = [getattr(module, name).mT if transposed else getattr(module, name) for name in names], {}
+    rows, columns = FORMATS[storage].block
     for name, weight in zip(names, weights, strict=True):
-        one = quantize(torch.zeros(1, *weight.shape[1:], device="cpu") if weight.is_meta else weight, storage)
-        new = (t.new_empty(len(weight), *t.shape[1:], device="meta") for t in (one.values, one.scales))
+        check_block("block", (rows, columns), weight.shape, storage)
+        one = quantize(torch.zeros(1, rows, columns, device="cpu") if weight.is_meta else weight, storage)
+        sizes = len(weight), weight.shape[1] // rows, weight.shape[2] // columns
+        new = (
+            t.new_empty([a * b for a, b in zip(t.shape, sizes, strict=True)], device="meta") for t in one.tensors[:2]
+        )
         made[name] = put_together(one.how, next(new), next(new), None) if weight.is_meta else one
     for name, stored in made.items():
         hold(module, name, stored)

@@ -18,6 +18,8 @@ from blazeproto.integrations import peft as on_peft  # noqa: E402
 from blazeproto.integrations.stored import store_experts  # noqa: E402
 from blazeproto.integrations.transformers import expert_parallel, explain, register  # noqa: E402
 from blazeproto.stored.module import held  # noqa: E402
+from scripts import finetune_stored  # noqa: E402
+from tests.autograd.test_peaks import Allocated  # noqa: E402
 from tests.integrations import families  # noqa: E402
 from tests.integrations.families import experts_of, tokens  # noqa: E402
 from tests.refusals import refuses  # noqa: E402
@@ -104,6 +106,22 @@ def test_a_checkpoint_in_mxfp4_is_loaded_as_its_bytes_lie(checkpoint: Path, tmp_
     assert model.hf_quantizer.is_trainable and model.generate(tokens(), max_new_tokens=2).shape[1] == 14
 
 
+def test_no_half_of_a_layers_weights_is_allocated(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In loading, forward and backward, beside the mapped file. While experts are stored: their bytes, and nine times the bf16
+    numbers of one expert's weight."""
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # another thread's allocations are not seen
+    with torch.profiler.profile(profile_memory=True) as profile:
+        gradients(model := loaded(checkpoint))
+    weights = [held(experts, name) for experts in experts_of(model).values() for name in experts.stored]
+    in_bf16 = 2 * sum(weight.shape.numel() for weight in weights[:2])
+    assert max(event.self_cpu_memory_usage for event in profile.events() if event.name[0] != "[") < in_bf16 / 2
+    plain = model_of("gpt_oss")
+    with Allocated() as allocated:
+        store_experts(plain, "nf4")
+    packed = sum(t.nbytes for t in plain.state_dict().values() if t.dtype == torch.uint8)
+    assert allocated.peak < packed + 9 * 2 * weights[0].shape[1:].numel()
+
+
 def test_scales_that_overflow_and_checkpoints_without_blocks_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     model_of("gpt_oss").save_pretrained(tmp_path / "plain")
     refuses(lambda: loaded(tmp_path / "plain", quantization_config=transformers.Mxfp4Config()), "quantization_config")
@@ -179,3 +197,25 @@ def test_adapters_beside_stored_experts_train_as_beside_their_numbers(family: st
     same_bits([beside(tokens()).logits], [wanted])
     beside.get_base_model().set_experts_implementation("eager")
     refuses(lambda: beside(tokens()), "adapters")
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_the_script_trains_a_checkpoint_and_exports_it_merged(
+    family: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """gpt-oss in MXFP4, and bf16 to NF4. transformers alone loads the merged one, whose W + BA is rounded to bf16."""
+    if family != "gpt_oss":
+        model_of(family).save_pretrained(checkpoint)
+    given = ["--steps=4", "--tokens=24", "--lr=0.01", "--device=cpu"]
+    finetune_stored.main([str(checkpoint), *given, f"--adapters={tmp_path / 'a'}", f"--export={tmp_path / 'merged'}"])
+    losses = [float(line.split()[3].rstrip(",")) for line in capsys.readouterr().out.splitlines() if "loss" in line]
+    assert len(losses) == 4 and losses[-1] < 0.95 * losses[0]
+    base = loaded(checkpoint) if family == "gpt_oss" else store_experts(loaded(checkpoint), "nf4")
+    before = base(tokens()).logits
+    wanted = peft.PeftModel.from_pretrained(base, tmp_path / "a")(tokens()).logits
+    plain = loaded(tmp_path / "merged", experts_implementation="eager")
+    assert {p.dtype for p in plain.parameters()} == {torch.bfloat16} and not hasattr(
+        plain.config, "quantization_config"
+    )
+    off, change = (float((t - wanted).float().norm()) for t in (plain(tokens()).logits, before))
+    assert off < 0.05 * change
