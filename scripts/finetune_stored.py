@@ -30,7 +30,7 @@ from blazeproto.integrations import peft as on_peft
 from blazeproto.integrations.transformers import register
 from blazeproto.stored import FORMATS
 from blazeproto.stored.module import held
-from scripts.command import argument_parser, positive
+from scripts.command import argument_parser, positive, refuse
 
 DTYPES = {
     torch.bfloat16: "BF16",
@@ -161,7 +161,10 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     register(storage="mxfp4")
     on_peft.register()
-    train(model := loaded(options), options)
+    model = loaded(options)
+    if options.export is not None and model.config.quantization_config.quant_method not in ("mxfp4", "blazeproto"):
+        refuse("--export: expected a checkpoint in bf16 or MXFP4, got one whose other layers are quantized too")
+    train(model, options)
     if options.adapters is not None:
         model.save_pretrained(options.adapters)
     if options.export is not None:

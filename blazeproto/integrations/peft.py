@@ -138,7 +138,7 @@ def _handing_factors_in(of_peft: Callable[..., Tensor]) -> Callable[..., Tensor]
 
     def forward(self: Any, x: Tensor, *args: Any, low_rank: Any = None, **kwargs: Any) -> Tensor:
         if low_rank is None and (why := "adapter_names" if "adapter_names" in kwargs else _why_peft(self)):
-            require(not getattr(self.get_base_layer(), "stored", ()), "adapters", "factors beside stored experts", why)
+            require(not transformers.is_stored(self.get_base_layer()), "adapters", "factors beside stored experts", why)
             return of_peft(self, x, *args, **kwargs)
         up, down = low_rank or (None, None)
         low_rank = (up, factors(self)) if self.parameter_name == "down_proj" else (factors(self), down)
@@ -161,7 +161,7 @@ def _refusing_to_merge(of_peft: Callable[..., None]) -> Callable[..., None]:
     """A model's check before it merges adapters of any layer: merging would add to a stored weight's bytes."""
 
     def check(self: Any) -> None:
-        stored = any(getattr(module, "stored", None) for module in self.model.modules())
+        stored = any(transformers.is_stored(module) for module in self.model.modules())
         require(not stored, "merge", "experts that are not stored", "stored ones, which no adapter can be merged into")
         of_peft(self)
 

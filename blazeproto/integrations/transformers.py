@@ -37,6 +37,7 @@ from blazeproto.integrations.gates import DEFAULT_GATE, activation_of, full_name
 from blazeproto.runtime.checks import require
 from blazeproto.runtime.optional import look, need
 from blazeproto.stored.module import held
+from blazeproto.stored.weight import StoredWeight
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
@@ -69,6 +70,11 @@ def _tensors(experts: Any) -> list[Tensor]:
     return [held(experts, name) for name in _names(experts)]
 
 
+def is_stored(experts: Any) -> bool:
+    """Whether a module is one of experts with a stored weight."""
+    return hasattr(experts, "is_transposed") and any(isinstance(t, StoredWeight) for t in _tensors(experts))
+
+
 def _weights(experts: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Up (E, 2n, d) or (E, n, d), down (E, d, n), and their biases."""
     up, down, *biases = _tensors(experts)
@@ -94,7 +100,9 @@ def _is_watched(act_fn: Any) -> bool:
 
 
 def _quantised(experts: nn.Module) -> bool:
-    return any(t.dtype not in FLOAT_DTYPES or full_name(type(t)).startswith(QUANTISERS) for t in _tensors(experts))
+    scheme = getattr(experts, "activation_scheme", "dynamic")  # of fp8
+    known = (t.dtype in FLOAT_DTYPES and not full_name(type(t)).startswith(QUANTISERS) for t in _tensors(experts))
+    return scheme != "dynamic" or not all(known)
 
 
 def _offloaded(experts: nn.Module) -> bool:
@@ -106,11 +114,11 @@ def _offloaded(experts: nn.Module) -> bool:
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], bool], str]] = {
     "offloaded": (_offloaded, "weights on the device while the model is trained or run: load it without offloading"),
+    "quantised": (_quantised, "weights in bfloat16, float16, float32 or float64: dequantise them, or use another one"),
     "stored": (
-        lambda experts: bool(getattr(experts, "stored", ())) and _why_grouped_mm(experts) is not None,
+        lambda experts: is_stored(experts) and _why_grouped_mm(experts) is not None,
         "stored experts in a module that runs in place, with biases in bfloat16 and no hook on act_fn",
     ),
-    "quantised": (_quantised, "weights in bfloat16, float16, float32 or float64: dequantise them, or use another one"),
 }
 """What is refused: how it is recognised in an experts module, and what was expected instead."""
 
@@ -123,13 +131,6 @@ def _refuse(experts: nn.Module) -> None:
                 f'experts_implementation="{NAME}": {type(experts).__name__} has {what} experts; expected {expected}; '
                 f"got {weight.dtype} on {weight.device}"
             )
-
-
-def _refuse_fp8(experts: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    """What transformers' fine-grained FP8 experts get, which have a registry of their own."""
-    raise ValueError(
-        f'experts_implementation="{NAME}": {type(experts).__name__} has quantised experts (FP8), not supported'
-    )
 
 
 # --- Which code path ----------------------------------------------------------------------------------------------------------
@@ -197,7 +198,7 @@ def _our_path(experts: Any) -> str:
         return f"refused: {why}"
     dtype = autocast_dtype(down.device.type) or down.dtype
     dispatcher = getattr(experts, "dispatcher", None)
-    backend = what_runs("auto", down.device, dtype, *down.shape, needs=STORED * bool(getattr(experts, "stored", ())))
+    backend = what_runs("auto", down.device, dtype, *down.shape, needs=STORED * is_stored(experts))
     notes = (precision != "bf16", precision), (backend == "hopper", "batch-invariant"), (dispatcher, str(dispatcher))
     return f"in place ({', '.join([backend, *(note for holds, note in notes if holds)])})"
 
@@ -291,7 +292,7 @@ def expert_parallel(
             f'experts that run in place with "{NAME}"',
             f"{name or 'some'}: {path}",
         )
-        plain = not hasattr(experts, "dispatcher") and not getattr(experts, "stored", ())
+        plain = not hasattr(experts, "dispatcher") and not is_stored(experts)
         require(plain, "model", "experts without a dispatcher that are not stored", f"{name or 'some'}: {path}")
         mesh, num_experts = mesh_of(mesh_or_group, experts.down_proj.device.type), len(experts.down_proj)
         ranks = mesh.size(mesh.ndim - 1)
@@ -327,7 +328,7 @@ def register(*, precision: str | Recipe = "bf16", storage: str | None = None) ->
     ALL_EXPERTS_FUNCTIONS.register(
         NAME, experts_forward if name_of(precision) == "bf16" else partial(experts_forward, precision="fp8")
     )
-    ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, _refuse_fp8)
+    ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     from blazeproto.integrations.stored import load_stored
 
     load_stored(storage)

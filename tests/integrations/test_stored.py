@@ -13,6 +13,8 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers", reason="needs transformers 5.17 or later")
 peft = pytest.importorskip("peft", reason="needs peft 0.20 or later")
 
+from transformers.integrations import finegrained_fp8 as fp8  # noqa: E402
+
 from blazeproto import stored  # noqa: E402
 from blazeproto.integrations import peft as on_peft  # noqa: E402
 from blazeproto.integrations.stored import store_experts  # noqa: E402
@@ -142,6 +144,30 @@ def test_stored_experts_compute_what_their_numbers_compute_and_are_saved(
     same_bits(wanted, gradients(decoded(model)))
     model.save_pretrained(tmp_path)
     same_bits(gradients(loaded(tmp_path)), wanted)
+
+
+def test_fp8_experts_of_transformers_run_as_they_lie() -> None:
+    """Adapters beside them too, which peft alone adds to the codes. Scales that do not fit are refused."""
+    families.SMALL.update(hidden_size=128, moe_intermediate_size=128)  # the fixture's copy
+    model = model_of("qwen3_moe")
+    plain, config = copy.deepcopy(model), transformers.FineGrainedFP8Config()
+    fp8.replace_with_fp8_linear(model, [r".*_proj", "lm_head"], config)
+    for experts, decoded in zip(experts_of(model).values(), experts_of(plain).values(), strict=True):
+        for name in PARTS:
+            weight = stored.quantize(getattr(decoded, name), "fp8")
+            setattr(experts, name, torch.nn.Parameter(weight.values))
+            setattr(experts, f"{name}_scale_inv", torch.nn.Parameter(weight.scales))
+            setattr(decoded, name, torch.nn.Parameter(weight.decode()))
+    for of in (model, plain):
+        of.set_experts_implementation("blazeproto")
+    same_bits(gradients(model), gradients(plain))
+    torch.manual_seed(1)
+    losses = trained(beside := adapted(model))
+    torch.manual_seed(1)
+    assert losses == trained(adapted(plain))
+    refuses(beside.merge_adapter, "merge")
+    experts.down_proj_scale_inv = torch.nn.Parameter(torch.ones(4, 2, 1))
+    assert list(explain(model).values())[1].startswith("refused: quantised")
 
 
 def test_refused_models_stay_as_they_were() -> None:
