@@ -52,8 +52,7 @@ def _limited_of_act_fn(experts: nn.Module) -> str | None:
 
 def _of_fp8(experts: nn.Module) -> str | None:
     """The gate of transformers' fp8 experts, if none of its parameters is set."""
-    own = (experts.gate_softcap, experts.swiglu_alpha, experts.limit)
-    return _glu_of_act_fn(experts) if own == (None, None, None) else None
+    return _glu_of_act_fn(experts) if experts.gate_softcap is experts.swiglu_alpha is experts.limit is None else None
 
 
 def _softcapped(experts: nn.Module) -> str | None:
@@ -88,10 +87,10 @@ MODELS: dict[str, Callable[[nn.Module], str | None]] = {  # the gates of transfo
         "clamped_swiglu", limit="limit", alpha="alpha"
     ),
 }
-FP8_GATE = "transformers.integrations.finegrained_fp8.FP8Experts._apply_gate"
-GATES = {DEFAULT_GATE: _glu_of_act_fn, FP8_GATE: _of_fp8} | {
-    f"transformers.models.{name}._apply_gate": gate for name, gate in MODELS.items()
-}
+GATES = {
+    DEFAULT_GATE: _glu_of_act_fn,
+    "transformers.integrations.finegrained_fp8.FP8Experts._apply_gate": _of_fp8,
+} | {f"transformers.models.{name}._apply_gate": gate for name, gate in MODELS.items()}
 
 
 def gate_name(experts: Any) -> str:

@@ -161,8 +161,12 @@ def _refusing_to_merge(of_peft: Callable[..., None]) -> Callable[..., None]:
     """A model's check before it merges adapters of any layer: merging would add to a stored weight's bytes."""
 
     def check(self: Any) -> None:
-        stored = any(transformers.is_stored(module) for module in self.model.modules())
-        require(not stored, "merge", "experts that are not stored", "stored ones, which no adapter can be merged into")
+        require(
+            not any(map(transformers.is_stored, self.model.modules())),
+            "merge",
+            "experts that are not stored",
+            "stored ones",
+        )
         of_peft(self)
 
     return check

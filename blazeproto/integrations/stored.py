@@ -10,16 +10,16 @@ A module keeps its class, names and biases. A weight becomes a uint8 parameter o
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
 from transformers.quantizers.auto import (
-    AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
     Mxfp4HfQuantizer,
     QuantizationConfigMixin,
+    register_quantization_config,
+    register_quantizer,
 )
 
-from blazeproto.runtime.checks import instance, one_of, require
+from blazeproto.runtime.checks import one_of, require
 from blazeproto.stored.module import store
 from blazeproto.stored.mxfp4 import BLOCK, LARGEST_SCALE
 
@@ -39,18 +39,18 @@ def store_experts(model: Any, storage: str) -> Any:
     Raises:
         TypeError, ValueError: an argument does not fit; it is named, with what was expected and what came.
     """
-    instance("model", model, PreTrainedModel)
     found: list[Any] = [module for module in model.modules() if hasattr(module, "is_transposed")]
     require(bool(found), "model", "one with experts", type(model).__name__)
     for experts in found:
         experts.stored = getattr(experts, "stored", {})
-        names = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
-        store(experts, names, storage, transposed=experts.is_transposed)
+        up = "gate_up_proj" if experts.has_gate else "up_proj"
+        store(experts, (up, "down_proj"), storage, transposed=experts.is_transposed)
     model.set_experts_implementation(NAME)
     model.config.quantization_config = StoredConfig(storage)
     return model
 
 
+@register_quantization_config(NAME)
 class StoredConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """The entry of config.json for a model of `store_experts`."""
 
@@ -60,6 +60,7 @@ class StoredConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.quant_method, self.storage = NAME, storage
 
 
+@register_quantizer(NAME)
 class StoredQuantizer(Mxfp4HfQuantizer):  # type: ignore[misc]
     """Makes room for stored weights before transformers loads them. It needs no kernels and works on any device."""
 
@@ -72,9 +73,9 @@ class StoredQuantizer(Mxfp4HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         if not self.quantization_config.dequantize:
             store_experts(model, getattr(self.quantization_config, "storage", "mxfp4"))
-        for parameter in model.parameters():  # as blocks lie
-            if parameter.dtype == torch.uint8 and not hasattr(self.quantization_config, "storage"):
-                parameter.data = parameter.data.unflatten(2, (-1, BLOCK // 2))
+        blocks = not hasattr(self.quantization_config, "storage")
+        for parameter in (p for p in model.parameters() if blocks and p.dtype == torch.uint8):
+            parameter.data = parameter.data.unflatten(2, (-1, BLOCK // 2))
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
         largest = max((int(t.max()) for name, t in model.named_buffers() if name.endswith("proj_scales")), default=0)
@@ -89,7 +90,4 @@ class StoredQuantizer(Mxfp4HfQuantizer):  # type: ignore[misc]
 def load_stored(storage: str | None) -> None:
     """Let ``from_pretrained`` read what `store_experts` made; "mxfp4": gpt-oss's checkpoints too."""
     one_of("storage", storage or "mxfp4", ("mxfp4",))
-    AUTO_QUANTIZATION_CONFIG_MAPPING[NAME] = StoredConfig
-    AUTO_QUANTIZER_MAPPING.update(
-        dict.fromkeys((NAME, storage or NAME), StoredQuantizer)
-    )  # its decorator refuses "mxfp4"
+    AUTO_QUANTIZER_MAPPING[storage or NAME] = StoredQuantizer  # `register_quantizer` refuses a name that is taken

@@ -100,9 +100,9 @@ def _is_watched(act_fn: Any) -> bool:
 
 
 def _quantised(experts: nn.Module) -> bool:
-    scheme = getattr(experts, "activation_scheme", "dynamic")  # of fp8
-    known = (t.dtype in FLOAT_DTYPES and not full_name(type(t)).startswith(QUANTISERS) for t in _tensors(experts))
-    return scheme != "dynamic" or not all(known)
+    return getattr(experts, "activation_scheme", "dynamic") != "dynamic" or any(  # that scheme is fp8's
+        t.dtype not in FLOAT_DTYPES or full_name(type(t)).startswith(QUANTISERS) for t in _tensors(experts)
+    )
 
 
 def _offloaded(experts: nn.Module) -> bool:

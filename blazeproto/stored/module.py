@@ -32,9 +32,9 @@ def store(module: Any, names: Sequence[str], storage: str, *, transposed: bool =
     for name, weight in zip(names, weights, strict=True):
         check_block("block", (rows, columns), weight.shape, storage)
         one = quantize(torch.zeros(1, rows, columns, device="cpu") if weight.is_meta else weight, storage)
-        sizes = len(weight), weight.shape[1] // rows, weight.shape[2] // columns
         new = (
-            t.new_empty([a * b for a, b in zip(t.shape, sizes, strict=True)], device="meta") for t in one.tensors[:2]
+            t.to("meta").repeat(len(weight), weight.shape[1] // rows, weight.shape[2] // columns)
+            for t in one.tensors[:2]
         )
         made[name] = put_together(one.how, next(new), next(new), None) if weight.is_meta else one
     for name, stored in made.items():
@@ -61,8 +61,8 @@ def held(module: Any, name: str) -> Any:
         if scales is None or weight.dtype != torch.float8_e4m3fn or hasattr(weight, "placements"):
             return weight
         rows, columns = module.block_size or weight.shape[1:]
-        fits = (rows * scales.shape[1], columns * scales.shape[2]) == weight.shape[1:]
-        return put_together(f"fp8 {rows} {columns}", weight.detach(), scales.detach(), None) if fits else weight
+        stored = put_together(f"fp8 {rows} {columns}", weight.detach(), scales.detach(), None)
+        return stored if (rows * scales.shape[1], columns * scales.shape[2]) == weight.shape[1:] else weight
     (how, dtype), zeros = module.stored[name], getattr(module, f"{name}_zeros")
     format = how.split()[0]
     values = weight.view(torch.float8_e4m3fn) if format == "fp8" else weight.flatten(2)
