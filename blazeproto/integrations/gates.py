@@ -52,7 +52,14 @@ def _limited_of_act_fn(experts: nn.Module) -> str | None:
 
 def _of_fp8(experts: nn.Module) -> str | None:
     """The gate of transformers' fp8 experts, if none of its parameters is set."""
-    return _glu_of_act_fn(experts) if experts.gate_softcap is experts.swiglu_alpha is experts.limit is None else None
+    return (
+        None
+        if any(
+            getattr(experts, name, None) is not None
+            for name in ("gate_softcap", "swiglu_alpha", "swiglu_limit", "limit")
+        )
+        else _glu_of_act_fn(experts)
+    )
 
 
 def _softcapped(experts: nn.Module) -> str | None:

@@ -83,8 +83,10 @@ class StoredQuantizer(Mxfp4HfQuantizer):  # type: ignore[misc]
 
     def get_weight_conversions(self) -> Any:
         """Blocks take the weight's name. Scales have theirs."""
-        config, blocks = self.quantization_config, [WeightRenaming(f"{n}_blocks", n) for n in self.serialized_names]
-        return super().get_weight_conversions() if config.dequantize else [] if hasattr(config, "storage") else blocks
+        if self.quantization_config.dequantize:
+            return super().get_weight_conversions()
+        names = () if hasattr(self.quantization_config, "storage") else ("gate_up_proj", "down_proj")
+        return [WeightRenaming(f"{n}_blocks", f"{n}(?!_)") for n in names]  # reversed: of neither biases nor scales
 
 
 def load_stored(storage: str | None) -> None:
