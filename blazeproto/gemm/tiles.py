@@ -62,7 +62,7 @@ DEVICE_CONSTANTS = {
 }
 WIDTHS, DEPTHS, CLUSTERS, SWITCH = (
     (64, 128, 192, 256),
-    (2, 4, 8),
+    (2, 3, 4, 8),
     (1, 2),
     (False, True),
 )  # what the device code is written for
@@ -73,7 +73,7 @@ class TileConfig(Shown):
     """Tile shape and pipeline of one kernel (cuda/mainloop.cuh draws it). ValueError for what no kernel can have.
 
     tile_n: columns of a tile, which has 128 rows: 128 or 256; 64 in linear.cu and weight.cu, 192 in linear.cu alone.
-    stages: depth of the ring: 2 or 4; 8 beside 64 columns.
+    stages: depth of the ring: 2, 3 or 4; 8 beside 64 columns.
     deferred: whether a tile's epilogue runs under the next tile's mainloop.
     cluster: CTAs that share what they read (1 or 2): B tiles of a weight gradient, weights elsewhere (cuda/pairs.cuh).
     tickets: whether CTAs take tiles as they get done, and skip what lies past an expert's end (cuda/tiles.cuh); in up_forward

