@@ -26,7 +26,7 @@ struct LineScheduler {
     using Params = BlockParams;
     using Tile = LineTile;
     static constexpr int SMEM_OFFSET = BARRIER_OFFSET;
-    static constexpr bool VARLEN_K = true, SKIPS = false, TRANSPOSED = OUT_TRANSPOSED;
+    static constexpr bool VARLEN_K = true, SKIPS = false, GROUPED = false, TRANSPOSED = OUT_TRANSPOSED;
 
     const BlockParams& p;
 

@@ -13,8 +13,9 @@
 //   Params, Tile        the kernel's argument; what `at` returns
 //   SMEM_OFFSET         where its part of shared memory begins
 //   VARLEN_K            false: every tile takes `steps()` stages
-//                       true: tile t takes `steps(t)`, with SCALED operands perhaps none. It may be a partial tile, `is_partial(t)`: a sum over a part
+//                       true: tile t takes `steps(t)`, perhaps none. It may be a partial tile, `is_partial(t)`: a sum over a part
 //                       of the reduction, which is stored at `partial(t)`
+//   GROUPED             true: the last stage of tile t has `t.groups` of WGMMA_K elements of the reduction
 //   count(), at(i)      how many tiles this CTA computes; the i-th of them
 //   strip_at(i, strip)  the strip of it that this consumer, number `strip`, multiplies
 //   SKIPS               whether some strips are not computed: then `computes(tile, strip)` tells which, there is no count
@@ -120,7 +121,7 @@ DEVICE void consume(const typename Scheduler::Params& p, const Scheduler& schedu
     constexpr bool VARLEN_K = Scheduler::VARLEN_K, SKIPS = Scheduler::SKIPS;
     Epilogue epilogue(p);
     Ring ring;
-    int steps = 0;
+    int steps = 0, groups = BK / WGMMA_K;
     if constexpr (!VARLEN_K) steps = scheduler.steps();
     const int strip = uniform(consumer_index());
     Parts<Epilogue> parts(epilogue);
@@ -139,7 +140,8 @@ DEVICE void consume(const typename Scheduler::Params& p, const Scheduler& schedu
         if constexpr (VARLEN_K) {
             tile = scheduler.strip_at(position, strip);
             steps = uniform(scheduler.steps(tile));
-            if (Element::SCALED && steps == 0) {  // an expert without rows: its sums are zero
+            if constexpr (Scheduler::GROUPED) groups = uniform(tile.groups);
+            if (steps == 0) {  // an expert without rows: its sums are zero
                 const float zeros[BN / 2] = {};
                 parts.run(1);
                 epilogue.hold(zeros, tile, ring);
@@ -163,7 +165,7 @@ DEVICE void consume(const typename Scheduler::Params& p, const Scheduler& schedu
             tile = scheduler.strip_at(position, strip);
             look_at(position + 1);
         } else {
-            multiply<Producer>(acc, ring, strip, steps, [&](int left) {
+            multiply<Producer, Scheduler::GROUPED>(acc, ring, strip, steps, groups, [&](int left) {
                 parts.run(left);
                 if (left == (Epilogue::LOOKS_AHEAD ? steps : 1)) {  // no sooner than needed: a tile takes registers
                     if constexpr (!VARLEN_K) tile = scheduler.strip_at(position, strip);

@@ -31,7 +31,7 @@ struct LogitsScheduler {
         int index, segment;
     };
     static constexpr int SMEM_OFFSET = BARRIER_OFFSET;
-    static constexpr bool VARLEN_K = true, SKIPS = false;
+    static constexpr bool VARLEN_K = true, SKIPS = false, GROUPED = false;
 
     const RowsParams& p;
 

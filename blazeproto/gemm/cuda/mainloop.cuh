@@ -159,21 +159,33 @@ DEVICE void multiply_stage(float (&acc)[BN / 2], const Ring& ring, int strip) {
     pin_registers(acc);
 }
 
+// The same of a stage that has only `groups` of WGMMA_K elements of the reduction, a uniform value from 1 on.
+template <class Producer, bool ACCUMULATE, int COUNT = 1>
+DEVICE void multiply_groups(float (&acc)[BN / 2], const Ring& ring, int strip, int groups) {
+    if constexpr (COUNT < BK / WGMMA_K) {
+        if (groups > COUNT) return multiply_groups<Producer, ACCUMULATE, COUNT + 1>(acc, ring, strip, groups);
+    }
+    multiply_stage<Producer, ACCUMULATE, COUNT>(acc, ring, strip);
+}
+
 // acc (this consumer's strip, STRIP x BN) = A * B over `steps` stages, at least one. Producer: how it has laid the operands.
-// strip: this consumer's index, a uniform value, so that descriptors are made in uniform registers.
+// strip: this consumer's index, a uniform value, so that descriptors are made in uniform registers.  GROUPED: the last stage has
+// `groups`, as `multiply_groups` has them.
 // `meanwhile(left)` runs while the wgmma of a stage do; `left` counts the stages from this one to the last.
 //
 // A consumer releases a stage as soon as it has multiplied it, before any other work: the producer can then fill it the
 // earlier. The first stage is apart, because it overwrites acc and there is no stage before it to release.
-template <class Producer, class Meanwhile>
-DEVICE void multiply(float (&acc)[BN / 2], Ring& ring, int strip, int steps, Meanwhile meanwhile) {
+template <class Producer, bool GROUPED, class Meanwhile>
+DEVICE void multiply(float (&acc)[BN / 2], Ring& ring, int strip, int steps, int groups, Meanwhile meanwhile) {
     MARK(BEGIN, MMA);
-    multiply_stage<Producer, false>(acc, ring, strip);
+    if (GROUPED && steps == 1) multiply_groups<Producer, false>(acc, ring, strip, groups);
+    else multiply_stage<Producer, false>(acc, ring, strip);
     for (int left = steps;; --left) {
         ring.advance();
         meanwhile(left);
         if (left == 1) break;
-        if (LOW_RANK > 0 && left == 2) multiply_stage<Producer, true, LOW_RANK>(acc, ring, strip);
+        if (GROUPED && left == 2) multiply_groups<Producer, true>(acc, ring, strip, groups);
+        else if (LOW_RANK > 0 && left == 2) multiply_stage<Producer, true, LOW_RANK>(acc, ring, strip);
         else multiply_stage<Producer, true>(acc, ring, strip);
         wgmma_wait_group<1>();  // one group stays in flight
         ring.before(1).release();

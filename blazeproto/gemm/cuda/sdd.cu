@@ -21,7 +21,7 @@ struct SampledScheduler {
     using Params = BlockParams;
     using Tile = SampledTile;
     static constexpr int SMEM_OFFSET = BARRIER_OFFSET;
-    static constexpr bool VARLEN_K = false, SKIPS = false, TRANSPOSED = false;
+    static constexpr bool VARLEN_K = false, SKIPS = false, GROUPED = false, TRANSPOSED = false;
 
     const BlockParams& p;
 

@@ -43,7 +43,7 @@ struct TileScheduler {
     using Params = RowsParams;
     using Tile = RowTile;
     static constexpr int SMEM_OFFSET = SLOTS_OFFSET;  // the schedule takes shared memory from here on
-    static constexpr bool VARLEN_K = false, SKIPS = TICKETS;
+    static constexpr bool VARLEN_K = false, SKIPS = TICKETS, GROUPED = false;
     static constexpr int TILE_COLUMNS = COLUMNS;
 
     const RowsParams& p;

@@ -32,7 +32,7 @@ struct WeightTile {
 struct WeightScheduler {
     using Params = WeightParams;
     using Tile = WeightTile;
-    static constexpr bool VARLEN_K = true, SKIPS = false;
+    static constexpr bool VARLEN_K = true, SKIPS = false, GROUPED = false;
     static constexpr int SMEM_OFFSET = BARRIER_OFFSET;
     const WeightParams& p;
 

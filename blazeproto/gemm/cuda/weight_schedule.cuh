@@ -34,13 +34,13 @@ enum Extent { CONTINUED, BEGUN, WHOLE };
 struct alignas(16) WeightTile {
     int expert, row, row_end, i, j;
     Extent extent;
-    int steps;
+    int steps, groups;  // and of 16 rows in the last step
 };
 
 struct WeightScheduler {
     using Params = WeightParams;
     using Tile = WeightTile;
-    static constexpr bool VARLEN_K = true, SKIPS = false;
+    static constexpr bool VARLEN_K = true, SKIPS = false, GROUPED = true;
 
     // Costs are in steps, of which there are fewer than 2^31: a GPU would need half a minute for those. A tile's epilogue
     // counts as one step. Stream-K costs more steps, for weight_sum.cu reads the partial tiles; and no two of its clusters
@@ -144,7 +144,10 @@ struct WeightScheduler {
             found.row += begin * BK;
             found.extent = begin > 0 ? CONTINUED : end > 0 ? BEGUN : WHOLE;
         }
-        found.steps = max(steps_of(found.row_end - found.row), 1);  // an expert without rows has a step of zeros
+        const int groups = max((found.row_end - found.row + WGMMA_K - 1) / WGMMA_K, 1);  // of an expert without rows, of zeros
+        constexpr int OF_STEP = BK / WGMMA_K;
+        found.steps = (groups + OF_STEP - 1) / OF_STEP;
+        found.groups = groups - (found.steps - 1) * OF_STEP;
         return found;
     }
 
