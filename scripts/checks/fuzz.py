@@ -53,7 +53,7 @@ from blazeproto.lab.oracle import (
     stray_writes,
 )
 from blazeproto.lab.same_bits import wrong_in_order, wrong_in_place
-from blazeproto.runtime.arch import ARCHES, HOPPER, kernels_of
+from blazeproto.runtime.arch import ARCHES, HOPPER, Arch, kernels_of
 from scripts.checks.layers import (
     FP8_ACTIVATIONS,
     OTHERS,
@@ -98,18 +98,31 @@ FP8_DS_NORM = 0.2  # norm of dS over sqrt(P d), below which its errors are not r
 # --- The products of blazeproto.gemm --------------------------------------------------------------------------------------
 
 
+def kernels_of_layer(layer: Layer, arch: Arch) -> list[Kernel]:
+    """Every kernel that a layer runs, with the tiles that are forced now."""
+    kernels = list[Kernel]()
+    given = layer.inputs.get
+    variant = Variant(
+        transposed=given("transposed", False),
+        bias=given("biases", False),
+        activation=given("activation", "swiglu"),
+        arch=arch,
+    )
+    up, down = (variant._replace(rank=padded_rank(rank)) for rank in layer.ranks)
+    sizes = layer.sizes._replace(K=0 if given("varying") else layer.sizes.K)
+    for fused, entry in every({False, arch is HOPPER}, gemm.PRODUCTS.values()):
+        low = down._replace(rank=0, fused=True) if fused else down
+        kernels += entry.for_layer(sizes, up._replace(fused=fused), low)
+    return kernels
+
+
 def kernels_of_shapes(layers: Iterable[Layer]) -> list[Kernel]:
     """Every kernel that the runs need, so that all cores compile them together before the first run."""
-    kernels, arch = [*gemm.all_kernels()], ARCHES[BACKENDS[0]]
-    for layer in layers:
-        variant = Variant(False, *(layer.inputs[name] for name in ("transposed", "biases", "activation")))._replace(
-            arch=arch
-        )
-        up, down = (variant._replace(rank=padded_rank(rank)) for rank in layer.ranks)
-        sizes = layer.sizes._replace(K=0 if layer.inputs["varying"] else layer.sizes.K)
-        for fused, entry in every({False, arch is HOPPER}, gemm.PRODUCTS.values()):
-            low = down._replace(rank=0, fused=True) if fused else down
-            kernels += entry.for_layer(sizes, up._replace(fused=fused), low)
+    arch = ARCHES[BACKENDS[0]]
+    kernels = [kernel for layer in layers for kernel in kernels_of_layer(layer, arch)]
+    if arch is not HOPPER:
+        return kernels
+    kernels += gemm.all_kernels()
     for activation, bias in every((*ACTIVATIONS, *OTHERS), (False, True)):  # with every tiles, whatever is drawn
         variant = Variant(activation=activation, bias=bias)
         for name, changes in every(CHOSEN, FORCED):

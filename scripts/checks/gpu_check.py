@@ -100,7 +100,6 @@ STEPS = {
     "integrations": Step("python -m scripts.bench.integrations", 5),
     "train": Step("python -m scripts.train_lm", 8),
     "curves": Step("python -m scripts.lm.compare_backends --train", 4),
-    "fuzz_ampere": Step("python -m scripts.checks.fuzz --backend ampere --runs 1000 --seconds 480", 9),
     "batch_ampere": Step(
         "python -m scripts.checks.batch_invariance --backend ampere --cases 200 --out results/h200/batch_invariance_ampere.json",
         4,
@@ -108,12 +107,20 @@ STEPS = {
     "ampere": Step("python -m scripts.bench.ampere", 4),
     "fuzz": Step("python -m scripts.checks.fuzz --runs 1000 --seconds 300", 8),
 }
-SANITIZERS = {"memcheck": 9.5, "synccheck": 3, "racecheck": 9.5, "initcheck": 2.5}  # minutes
+SANITIZERS = {"memcheck": 9.5, "synccheck": 9.5, "racecheck": 9.5, "initcheck": 2.5}  # minutes
 STEPS |= {
     tool: Step(f"compute-sanitizer --tool {tool} --error-exitcode 99 python -m scripts.checks.sanitize_target", minutes)
     for tool, minutes in SANITIZERS.items()
 }
-GROUPS = {"sanitizer": [*SANITIZERS]}
+# 1000 layers in four parts, each with its process where they run at once: most of the time the driver compiles their kernels.
+FUZZ_AMPERE = {
+    f"fuzz_ampere_{first}": Step(
+        f"python -m scripts.checks.fuzz --backend ampere --seed {first} --runs 250 --seconds 120", 6
+    )
+    for first in range(0, 1000, 250)
+}
+STEPS |= FUZZ_AMPERE
+GROUPS = {"sanitizer": [*SANITIZERS], "fuzz_ampere": [*FUZZ_AMPERE]}
 DEFAULT_STEPS = "kernels,tests,module,router,layer,products,dispatch,fuzz"
 
 

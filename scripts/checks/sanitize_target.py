@@ -21,13 +21,16 @@ import torch
 from torch import Tensor
 
 from blazeproto.gemm import Sizes
+from blazeproto.gemm.compile import Kernel, compile_many
+from blazeproto.gemm.registry import quantized_kernels
 from blazeproto.gemm.tiles import FORCED, force
 from blazeproto.lab.calls import LAYER
 from blazeproto.lab.oracle import make_block_case, make_case, run_block_kernels, run_kernels
 from blazeproto.lab.same_bits import wrong_in_order, wrong_in_place
 from blazeproto.router import ROUTERS, logits_product, make_router
-from blazeproto.runtime.arch import kernels_of
+from blazeproto.runtime.arch import AMPERE, HOPPER, kernels_of
 from scripts.checks.cases import FEW, METHODS, SCANNED, run_dispatch, run_experts, run_router
+from scripts.checks.fuzz import kernels_of_layer
 from scripts.checks.layers import Layer, draw_experts, on_ampere
 from scripts.command import argument_parser, need_kernels, some_of
 
@@ -88,22 +91,43 @@ def drawn() -> list[Layer]:
     return [each for each in small if prod(each.sizes[1:4]) < MOST_WEIGHTS]
 
 
-def layers() -> Iterator[Run]:
-    """Whole layers, by every tiles in turn, with ids outside [0, E) too; then products."""
+def tiled() -> Iterator[tuple[Layer, dict[str, Any]]]:
+    """Whole layers, by every tiles in turn, with ids outside [0, E) too."""
     chosen = [Layer(FEW[2]), Layer(Y_OVER_ACT, {"biases": True}), Layer(SMALL, f32=True), *drawn()]
     for way, f32 in itertools.product(FP8_WAYS, (False, True)):
         chosen.append(Layer(Sizes(300, 144, 256, 4, 2), {"sentinels": 0.2}, {"precision": "fp8", **way}, f32=f32))
-    for layer, changes in zip(chosen, itertools.cycle(FORCED)):
+    return zip(chosen, itertools.cycle(FORCED))
+
+
+def kernels() -> list[Kernel]:
+    """Most of what the layers run, so that all cores compile them together before the first."""
+    made = quantized_kernels("swiglu")
+    for layer, changes in tiled():
+        force(**changes)
+        made += kernels_of_layer(layer, HOPPER)
+    force()
+    return [*made, *(kernel for layer in of_ampere() for kernel in kernels_of_layer(layer, AMPERE))]
+
+
+def layers() -> Iterator[Run]:
+    """Whole layers; then products."""
+    for layer, changes in tiled():
         yield f"layer: {layer}, {changes or 'tiles of the table'}", partial(forced, layer, changes)
     for layer in (Layer(SMALL), Layer(Y_OVER_ACT, {"biases": True})):
         yield f"products: {layer}", partial(in_place, layer)
     yield f"weight gradients: {Layer(ONE_EXPERT)}", partial(weight_gradients, ONE_EXPERT)
 
 
+def of_ampere() -> list[Layer]:
+    """A quarter of those drawn, and three."""
+    chosen = (Layer(FEW[2]), Layer(Y_OVER_ACT, {"biases": True}), Layer(SMALL, f32=True), *drawn()[::4])
+    return [*map(on_ampere, chosen)]
+
+
 def layers_of_ampere() -> Iterator[Run]:
-    """Whole layers by the kernels of ampere, a quarter of those drawn, and a router's logits."""
-    for layer in (Layer(FEW[2]), Layer(Y_OVER_ACT, {"biases": True}), Layer(SMALL, f32=True), *drawn()[::4]):
-        yield f"ampere: {layer}", partial(run_experts, on_ampere(layer), 0, "cuda")
+    """Whole layers by the kernels of ampere, and a router's logits."""
+    for layer in of_ampere():
+        yield f"ampere: {layer}", partial(run_experts, layer, 0, "cuda")
 
     def logits() -> dict[str, Tensor]:
         x, weight = (torch.randn(rows, 200, device="cuda").bfloat16() for rows in (300, 130))
@@ -171,6 +195,7 @@ def main() -> None:
     need_kernels()
     torch.manual_seed(0)
     failed = []
+    compile_many(kernels())
     for name, run in itertools.chain(*(PARTS[part]() for part in options.parts)):
         if options.only not in name:
             continue
