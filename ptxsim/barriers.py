@@ -310,7 +310,7 @@ def fence(instruction: Statement, step: Compiled) -> Run:
 
 
 def nothing(step: Compiled, warp: Warp, running: np.ndarray | None) -> None:
-    """§9.7.17.5 setmaxnreg, §9.7.17.3 nanosleep, griddepcontrol."""
+    """§9.7.17.5 setmaxnreg, §9.7.17.3 nanosleep, griddepcontrol, prefetch."""
 
 
 def trap(step: Compiled, warp: Warp, running: np.ndarray | None) -> None:
@@ -334,5 +334,5 @@ TABLE: dict[str, Callable[[Statement, Compiled], Run]] = {
     "trap": plain(trap),
     "fence": fence,
     "membar": fence,
-    **dict.fromkeys(("setmaxnreg", "nanosleep", "griddepcontrol"), plain(nothing)),
+    **dict.fromkeys(("setmaxnreg", "nanosleep", "griddepcontrol", "prefetch"), plain(nothing)),
 }

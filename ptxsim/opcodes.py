@@ -29,6 +29,7 @@ OPCODES = re.compile(
             rf"fence(\.(sc|acq_rel|acquire|release))?{_SCOPE}|membar\.(cta|gl|sys)|fence\.mbarrier_init\.release\.cluster",
             r"fence\.proxy\.async(\.global|\.shared::(cta|cluster))?",
             r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32|nanosleep\.u32|griddepcontrol\.(wait|launch_dependents)|trap",
+            r"prefetch\.global\.L[12]",
             rf"cp\.async\.(ca|cg){_SHARED}\.global(\.L2::(64|128|256)B)?|cp\.async\.mbarrier\.arrive\.noinc{_SHARED}\.b64",
             r"cp\.async\.(commit_group|wait_group|wait_all|bulk\.commit_group|bulk\.wait_group(\.read)?)",
             r"cp\.async\.bulk\.tensor\.[1-5]d\.shared::(cta|cluster)\.global(\.tile)?\.mbarrier::complete_tx::bytes"

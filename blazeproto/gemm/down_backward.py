@@ -27,8 +27,9 @@ from blazeproto.gemm.product import (
 )
 from blazeproto.gemm.rows import address, element_of, h_box, low_maps, rank_of, rows_plan, scales, shape_of, words
 from blazeproto.gemm.specification import Specification, by_tile, low_rank
-from blazeproto.gemm.tiles import BM, CANDIDATES, E4M3, SLAB, TILES, TileConfig, chosen, chosen_for_any, table_of
+from blazeproto.gemm.tiles import BF16, BM, CANDIDATES, E4M3, SLAB, TILES, TileConfig, chosen, chosen_for_any, table_of
 from blazeproto.runtime import checks, driver
+from blazeproto.runtime.arch import AMPERE
 
 
 def formula(
@@ -128,25 +129,26 @@ def score_partials(n: int, config: TileConfig | None = None) -> int:
 
 
 def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
-    """With tiles that are 256 wide and not deferred.  variant: activation, transposed, rank, element."""
+    """variant: activation, transposed, rank, element."""
     macros = activation_named(variant.activation).macros
     if variant.element is E4M3:
         return quantized_kernel("down_backward_fp8.cu", "down_backward_fp8", config, build, macros, arch=variant.arch)
     config = config or table_of(variant.arch)["down_backward_act"]
-    # A stage holds gate, up and A' of 64 hidden units; dA' stays in the accumulators, beside which nothing can be deferred.
-    fits = config.tile_n == 256 and not config.deferred
-    checks.require(fits, "config", "tile_n=256 and deferred=False for down_backward_act", config)
     return tiled_kernel(
         "down_backward.cu",
         "down_backward",
         config,
         build,
         tails=True,
-        cluster_widths=(256,),
+        widths=(128, 192, 256),
+        cluster_widths=(128, 256),
+        epilogue_warpgroups=1,
+        epilogue_registers=72,
         GATHER=1,
         B_MN=not variant.transposed,
         low_rank=variant.low_rank,
         arch=variant.arch,
+        **({} if variant.arch is AMPERE else {"H_ROWS": True}),
         **macros,
     )
 
@@ -172,6 +174,7 @@ def _plan(
         out0=rows_box(h_box(of_h, halves, where[0], (SLAB, SLAB, 1), element)),
         out1=rows_box(dense_box((moved, where[0]), (SLAB, SLAB), element)),
         biased=False,
+        h_rows=variant.arch is not AMPERE,
     )
 
 
@@ -209,6 +212,8 @@ def launch(
             scores=scores.data_ptr(),
             sums=workspace.data_ptr(),
         )
+        if element is BF16 and at.arch is not AMPERE:
+            addresses += (address(h),)
         maps = (address(down_proj), address(h), dh_at, a_at, *low_maps(low))
         driver.launch(*plan.fill(maps, addresses + scales(d_out, down_proj, h, dh, a_scaled)), at.stream)
     reduce.launch_reduce_scores_grad(workspace, d_scores, at)

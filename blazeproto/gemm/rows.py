@@ -31,6 +31,7 @@ ROWS_PARAMS = Params(
     numbers=("rows", "experts", "reduction", "columns", "bias_stride", "rank"),
 )
 SCALES = ("a_scales", "b_scales", "h_scales", "out0_scales", "out1_scales")
+H_ROWS_PARAMS = ROWS_PARAMS._replace(words=(*ROWS_PARAMS.words, "h_rows"))  # with H_ROWS
 QUANTIZED_ROWS_PARAMS = ROWS_PARAMS._replace(words=(*ROWS_PARAMS.words, *SCALES))
 
 
@@ -48,10 +49,11 @@ def rows_plan(
     out0: Box | None = None,
     out1: Box | None = None,
     biased: bool = True,
+    h_rows: bool = False,
 ) -> Plan:
     """The plan of a product by rows. where: (rows, experts, device), from `Addresses`.  shape: of the weights, (E, m, reduction),
     or with ``mn_major`` (E, reduction, m).  columns: output columns of each of its ``halves``, 2 where gate and up lie apart.
-    biased: whether a kernel of this kind may add a bias (E, m)."""
+    biased: whether a kernel of this kind may add a bias (E, m).  h_rows: whether, without scales, it has H's address too."""
     num_rows, num_experts, device = where
     rank, element = variant.rank, variant.element
     shape = (*shape[:2], shape[2] // element.packing)
@@ -75,7 +77,7 @@ def rows_plan(
     )
     numbers = (num_rows, num_experts, reduction, columns, width if biased else 0, rank)
     grid = persistent_grid(device, config.cluster, blocks_at_most * -(-columns // tile_columns))
-    params = QUANTIZED_ROWS_PARAMS if element.scales else ROWS_PARAMS
+    params = QUANTIZED_ROWS_PARAMS if element.scales else H_ROWS_PARAMS if h_rows else ROWS_PARAMS
     return Plan(kernel, params, maps, numbers, grid=grid, device=device)
 
 

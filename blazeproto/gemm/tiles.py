@@ -107,7 +107,7 @@ class TileConfig(Shown):
 PLAIN = {
     "up_forward": TileConfig(),
     "down_forward": TileConfig(),
-    "down_backward_act": TileConfig(deferred=False),
+    "down_backward_act": TileConfig(),
     "up_backward_act": TileConfig(),
     "down_backward_weight": TileConfig(cluster=2),
     "up_backward_weight": TileConfig(cluster=2),
@@ -233,7 +233,7 @@ CANDIDATES = {
     ),
     "down_forward": _NARROW,
     "down_backward_act": tuple(
-        TileConfig(deferred=False, **changes)
+        TileConfig(**changes)
         for changes in (
             {},
             {"few_rows": True},

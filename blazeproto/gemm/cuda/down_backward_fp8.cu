@@ -7,7 +7,7 @@
 //   dH[r]  = S[p] dA'[r] times act's derivative  rounded to bf16, then quantized like H
 //   A'[r]  = S[p] act                            likewise, (R, n)
 //
-// H comes through the ring, 128 hidden units a stage, as in down_backward.cu: a consumer overwrites gate and up with dgate and dup,
+// H comes through the ring, 128 hidden units a stage: a consumer overwrites gate and up with dgate and dup,
 // writes A' beside them, and all three are stored from the stage. A block's dgate, dup and A' are held in registers, as pairs of
 // bf16, until the largest of each row is known.
 //
@@ -20,10 +20,69 @@
 // Floor: max(2 n d R / 1480 TFLOP/s, (d T + n d E + (2n + 2n + n) R) bytes / 4.24 TB/s).
 #include "block_scales.cuh"
 #include "down_backward.cuh"
+#include "epilogue.cuh"
 
 static_assert(GATED && PAIRED_ROWS && BN == 2 * BLOCK, "gate and up are halves of H; two blocks in a tile");
 
-struct DownBackwardEpilogue : DownBackward<BLOCK, true> {
+// H comes through the ring behind a tile's stages, a block of hidden units a stage, in whose place dgate, dup and A' are made. All
+// three are stored from there.
+struct DownBackward : PlainEpilogue<Scheduler>, UnitsBackward<2> {
+    static constexpr int SMEM_BYTES = 0, PARTS = 0;
+    static constexpr int PLANE_BYTES = BM * SWIZZLE_ROW;  // gate, up or A' of a stage
+    static_assert(3 * PLANE_BYTES <= STAGE_BYTES, "gate, up and A' of a tile's rows in one stage");
+    const RowsParams& p;
+    uint32_t unreleased = 0;  // the empty barrier of the stage that is still being stored, or 0
+    float token_scale[2];     // of quantized dO of this thread's rows
+    RowTile tile;
+
+    DEVICE explicit DownBackward(const RowsParams& params) : p(params) {}
+
+    // The stages of H, behind a tile's stages of A and B.
+    DEVICE static int ring_stages(const RowsParams& p, const RowTile& of) {
+#if CLUSTER > 1
+        return BN / BLOCK;  // the same for every CTA of the cluster
+#else
+        return min(BN, p.columns - of.column) / BLOCK;
+#endif
+    }
+
+    // The tile before is stored before its last stage is needed again: no stage would come otherwise.
+    template <class SkipTile>
+    DEVICE void skip(SkipTile skip_tile) {
+        release_stored();
+        skip_tile();
+    }
+
+   protected:
+    // Waits until TMA has read the stage that was stored last, and releases it. One thread arrives for its consumer's four
+    // warps.
+    DEVICE void release_stored() {
+        if (warpgroup_thread() == 0 && unreleased) {
+            bulk_wait_group_read<0>();
+#if CLUSTER > 1
+#pragma unroll
+            for (int rank = 0; rank < CLUSTER; ++rank) mbarrier_arrive_cluster(unreleased, rank, WARPGROUP_WARPS);
+#else
+            mbarrier_arrive(unreleased, WARPGROUP_WARPS);
+#endif
+        }
+        unreleased = 0;
+    }
+
+    // A row's sum over this tile's columns, in a fixed order: a thread's columns, then the four lanes of a row.
+    DEVICE void store_score_gradient() {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            d_score[h] += __shfl_xor_sync(~0u, d_score[h], 1);
+            d_score[h] += __shfl_xor_sync(~0u, d_score[h], 2);
+            const int row = tile.row + strip_row(h);
+            if (threadIdx.x % 4 == 0 && row < tile.row_end)
+                p.reduction_out[int64_t(tile.column / BN) * p.rows + row] = d_score[h];
+        }
+    }
+};
+
+struct DownBackwardEpilogue : DownBackward {
     using DownBackward::DownBackward;
 
     // By one thread of the producer.

@@ -30,6 +30,9 @@ struct RowsParams {
     const float* scores;   // (pairs,)
     float* reduction_out;  // per-row partial sums, or an fp32 output
     uint32_t* tickets;     // a zero that this launch counts its tiles with, and leaves zero
+#ifdef H_ROWS
+    const bf16* h_rows;  // H, for loads by threads
+#endif
 #if FP8
     const float* a_scales;              // of tokens (tokens,), or BLOCK_SCALES (reduction blocks, rows)
     const float* b_scales;              // (experts, column blocks, reduction blocks)

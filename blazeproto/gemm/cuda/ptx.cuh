@@ -250,6 +250,10 @@ DEVICE uint32_t load_shared_4(uint32_t src) {
     return v;
 }
 
+DEVICE void load_shared_f32x4(float* x, uint32_t src) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "r"(src));
+}
+
 DEVICE uint2 load_shared_8(uint32_t src) {
     uint2 v;
     asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(src));
@@ -260,6 +264,10 @@ DEVICE void store_shared_4(uint32_t dst, uint32_t v) { asm volatile("st.shared.b
 
 DEVICE void store_shared_8(uint32_t dst, uint2 v) {
     asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(dst), "r"(v.x), "r"(v.y) : "memory");
+}
+
+DEVICE void store_shared_f32x2(uint32_t dst, float a, float b) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(dst), "f"(a), "f"(b) : "memory");
 }
 
 // ---- arithmetic -----------------------------------------------------------------------------------------------
@@ -312,6 +320,18 @@ DEVICE float load_f32(const float* address) {
     float value;
     asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(__cvta_generic_to_global(address)));
     return value;
+}
+
+// Of memory that other threads of the kernel write: not by the read-only path.
+DEVICE uint4 load_global_16(const bf16* chunk) {
+    uint4 v;
+    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(__cvta_generic_to_global(chunk)));
+    return v;
+}
+
+DEVICE void prefetch_l2(const bf16* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(address)));
 }
 
 DEVICE float exp2_approx(float x) {
