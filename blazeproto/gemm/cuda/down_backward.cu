@@ -133,44 +133,51 @@ struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
 };
 
 // ---- epilogue warpgroup --------------------------------------------------------------------------------------------------
-// A tile's parts come in turn, of each its strips, and of a strip four passes of 16 rows, 8 lanes a row.
+// A warp has 4 rows in each of a strip's four passes of 16 rows, 8 lanes a row.
 constexpr int PASSES = STRIP / PASS_ROWS;
-constexpr int STEPS = STRIP_PARTS * CONSUMERS * PASSES;
-constexpr int H_WIDTH = GATED ? 2 : 1;  // columns of H for a hidden unit
+constexpr int STEPS = STRIP_PARTS * CONSUMERS;
+constexpr int H_WIDTH = GATED ? 2 : 1;                     // columns of H for a hidden unit
 constexpr int APART = ALTERNATING ? SLAB / 2 : CHUNK / 2;  // of a thread's two quads of units
 
-// Of one step: which row, and which columns. A thread has units [column, +4) and [column + APART, +4).
-struct Step {
-    int row, column;
-    bool in_expert;
+// A step is a part of one strip. Each strip's first two parts come together: once the second one is in registers, the consumer has
+// room for its third, and begins the next tile.
+DEVICE int strip_of(int step) { return step < 4 ? step / 2 : step % 2; }
+DEVICE int part_of(int step) { return step < 4 ? step % 2 : step / 2; }
 
-    DEVICE Step(const RowTile& tile, int step) {
-        const int thread = warpgroup_thread();
-        row = tile.row + step % (CONSUMERS * PASSES) * PASS_ROWS + thread / CHUNKS_IN_ROW;
-        column = tile.column + step / (CONSUMERS * PASSES) * SLAB + thread % CHUNKS_IN_ROW * (ALTERNATING ? CHUNK / 2 : CHUNK);
-        in_expert = row < tile.row_end;
+// Of a step: this thread's row in the first pass, and its first column. It has units [column, +4) and
+// [column + APART, +4).
+struct Place {
+    int row, column, rows_left;
+
+    DEVICE Place(const RowTile& tile, int step) {
+        const int thread = thread_index() % WARPGROUP;
+        row = tile.row + strip_of(step) * STRIP + thread / CHUNKS_IN_ROW;
+        column = tile.column + part_of(step) * SLAB + thread % CHUNKS_IN_ROW * (ALTERNATING ? CHUNK / 2 : CHUNK);
+        rows_left = tile.row_end - row;
     }
 
-    DEVICE bool has(const RowsParams& p, int quad) const { return in_expert && column + quad * APART < p.columns; }
-
-    // Where the first unit's gate lies in H; where up does, or the gate of the other quad, counted from there.
-    DEVICE int64_t in_h(const RowsParams& p) const {
-        return int64_t(row) * (H_WIDTH * p.columns) + (ALTERNATING ? 2 * column : column);
+    DEVICE bool has(const RowsParams& p, int pass, int quad) const {
+        return pass * PASS_ROWS < rows_left && column + quad * APART < p.columns;
     }
-    DEVICE static int other(const RowsParams& p) { return ALTERNATING ? 2 * APART : p.columns; }
+
+    DEVICE int64_t in_h(const RowsParams& p) const { return int64_t(row) * (H_WIDTH * p.columns) + column * (ALTERNATING ? 2 : 1); }
+    DEVICE int64_t in_a(const RowsParams& p) const { return int64_t(row) * p.columns + column; }
 };
 
-// gate, up -> dgate, dup of a thread's units, in place; and A'.
+// From a thread's first chunk of H, or dH, to chunk 0 or 1 of a pass: those of gate and up; alternating, of one quad each.
+DEVICE int64_t to_chunk(const RowsParams& p, int pass, int chunk) {
+    if (ALTERNATING) return int64_t(p.columns) * (pass * PASS_ROWS * H_WIDTH) + chunk * 2 * APART;
+    return int64_t(p.columns) * (pass * PASS_ROWS * H_WIDTH + chunk);
+}
+
+// Eight hidden units of a row: gate and up, which become dgate and dup in place; and A'.
 struct Units : UnitsBackward<1> {
     uint32_t h[CHUNK] = {}, a[CHUNK / 2];
 
-    DEVICE void load(const RowsParams& p, const Step& step) {
+    DEVICE void load(const RowsParams& p, const bf16* at, const Place& place, int pass) {
 #pragma unroll
-        for (int chunk = 0; chunk < H_WIDTH; ++chunk) {
-            uint4 words = {};
-            if (step.has(p, ALTERNATING ? chunk : 0)) words = load_global_16(p.h_rows + step.in_h(p) + chunk * step.other(p));
-            h[4 * chunk] = words.x, h[4 * chunk + 1] = words.y, h[4 * chunk + 2] = words.z, h[4 * chunk + 3] = words.w;
-        }
+        for (int chunk = 0; chunk < H_WIDTH; ++chunk)
+            load_global_16_or_0(h + 4 * chunk, at + to_chunk(p, pass, chunk), place.has(p, pass, ALTERNATING ? chunk : 0));
     }
 
     DEVICE void differentiate(const float (&d_acts)[CHUNK]) {
@@ -185,20 +192,16 @@ struct Units : UnitsBackward<1> {
         }
     }
 
-    DEVICE void store(const RowsParams& p, const Step& step) const {
-        bf16* const scaled = p.out1_rows + int64_t(step.row) * p.columns + step.column;
+    DEVICE void store(const RowsParams& p, bf16* d_h, bf16* scaled, const Place& place, int pass) const {
 #pragma unroll
         for (int chunk = 0; chunk < H_WIDTH; ++chunk)
-            if (step.has(p, ALTERNATING ? chunk : 0))
-                *reinterpret_cast<uint4*>(p.out0_rows + step.in_h(p) + chunk * step.other(p)) =
-                    make_uint4(h[4 * chunk], h[4 * chunk + 1], h[4 * chunk + 2], h[4 * chunk + 3]);
+            store_global_16_if(place.has(p, pass, ALTERNATING ? chunk : 0), d_h + to_chunk(p, pass, chunk), h + 4 * chunk);
+        scaled += int64_t(p.columns) * (pass * PASS_ROWS);
         if constexpr (ALTERNATING) {
-#pragma unroll
-            for (int quad = 0; quad < 2; ++quad)
-                if (step.has(p, quad))
-                    *reinterpret_cast<uint2*>(scaled + quad * APART) = make_uint2(a[2 * quad], a[2 * quad + 1]);
-        } else if (step.has(p, 0)) {
-            *reinterpret_cast<uint4*>(scaled) = make_uint4(a[0], a[1], a[2], a[3]);
+            store_global_8_if(place.has(p, pass, 0), scaled, a);
+            store_global_8_if(place.has(p, pass, 1), scaled + APART, a + 2);
+        } else {
+            store_global_16_if(place.has(p, pass, 0), scaled, a);
         }
     }
 };
@@ -207,58 +210,79 @@ struct Units : UnitsBackward<1> {
 DEVICE void prefetch_part(const RowsParams& p, const RowTile& tile, int part) {
     const int row = tile.row + warpgroup_thread(), column = tile.column + part * SLAB;
     if (row >= tile.row_end || column >= p.columns) return;
-    const bf16* at = p.h_rows + int64_t(row) * (H_WIDTH * p.columns) + (ALTERNATING ? 2 * column : column);
+    const bf16* at = p.h_rows + int64_t(row) * (H_WIDTH * p.columns) + column * (ALTERNATING ? 2 : 1);
     prefetch_l2(at);
     if (GATED) prefetch_l2(at + (ALTERNATING ? SLAB : p.columns));
 }
 
+// The sum of d_score[pass] over the 8 lanes of a row, for pass lane % 4: each exchange halves how many sums a lane has.
+DEVICE float sum_of_own_pass(const float (&d_score)[PASSES]) {
+    static_assert(PASSES == 4 && CHUNKS_IN_ROW == 8, "three exchanges, two of which choose");
+    const int lane = thread_index() % 32;
+    const bool odd = lane & 1, high = lane & 2;
+    const float first = (odd ? d_score[1] : d_score[0]) + __shfl_xor_sync(~0u, odd ? d_score[0] : d_score[1], 1);
+    const float second = (odd ? d_score[3] : d_score[2]) + __shfl_xor_sync(~0u, odd ? d_score[2] : d_score[3], 1);
+    const float sum = (high ? second : first) + __shfl_xor_sync(~0u, high ? first : second, 2);
+    return sum + __shfl_xor_sync(~0u, sum, 4);
+}
+
 DEVICE void DownBackwardEpilogue::store_staged(const RowsParams& p, const Scheduler& scheduler) {
-    const int thread = warpgroup_thread(), lane = thread % 32;
-    const int first = thread / CHUNKS_IN_ROW, chunk = thread % CHUNKS_IN_ROW;
-    uint32_t parts = 0;  // handed over by each consumer before this tile
+    // A lane keeps S and dS of one row of its warp's: in strip lane / 4 % 2 and pass lane % 4, the row that lanes 8 (lane / 8) and on have.
+    const auto own_row = [](const RowTile& tile) {
+        const int thread = thread_index() % WARPGROUP;
+        return tile.row + thread / PASSES % CONSUMERS * STRIP + thread % PASSES * PASS_ROWS + thread / CHUNKS_IN_ROW;
+    };
+    uint32_t parts = 0;  // of each strip, in the tiles before
     for (int position = 0; scheduler.has(position); ++position, parts += STRIP_PARTS) {
         mbarrier_wait(Slab{0, parts}.filled(), Slab{0, parts}.phase());  // then the slots of this tile and the next one are written
         MARK(AT, TILE);
         const RowTile tile = scheduler.at(position);
-        // A lane keeps S and dS of one row in which its warp works: that of lanes 8 (lane % 4) and on, in pass lane / 4 of both strips.
-        const int own_row = tile.row + lane / 4 * PASS_ROWS + thread / 32 * WARP_ROWS + lane % WARP_ROWS;
-        float score = 0.0f, d_score = 0.0f;
-        if (own_row < tile.row_end) score = load_f32(p.scores + load_s32(p.pairs.pair_indices + own_row));
-        Units next;
-        next.load(p, Step(tile, 0));
+        float score = 0.0f, d_score_of_own = 0.0f;
+        if (own_row(tile) < tile.row_end) score = load_f32(p.scores + load_s32(p.pairs.pair_indices + own_row(tile)));
+        Units units[2];  // this pass's, and the next one's, whose H is under way
+        Place place(tile, 0);
+        const bf16* h_at = p.h_rows + place.in_h(p);
+        units[0].load(p, h_at, place, 0);
 #pragma unroll 1
         for (int step = 0; step < STEPS; ++step) {
-            const int pass = step % PASSES, strip = step / PASSES % CONSUMERS, part = step / (CONSUMERS * PASSES);
-            const Slab slab{strip, parts + part};
-            if (pass == 0) {
-                MARK(BEGIN, WAIT_FULL);
-                mbarrier_wait(slab.filled(), slab.phase());
-                MARK(END, WAIT_FULL);
-                if (strip == 0 && scheduler.has(position + 1)) prefetch_part(p, scheduler.at(position + 1), part);
-            }
-            const int row = pass * PASS_ROWS + first, other = ALTERNATING ? CHUNKS_IN_ROW + chunk : 2 * chunk + 1;
-            float d_acts[CHUNK];
-            load_shared_f32x4(d_acts, chunk_address(slab.at(), row, ALTERNATING ? chunk : 2 * chunk));
-            load_shared_f32x4(d_acts + 4, chunk_address(slab.at(), row, other));
-            if (pass == PASSES - 1) {
-                __syncwarp();
-                mbarrier_arrive_if(lane == 0, slab.emptied());
-            }
-            Units units = next;
-            const Step here(tile, step);
-            if (step + 1 < STEPS) next.load(p, Step(tile, step + 1));
-            if (!__any_sync(~0u, here.in_expert)) continue;
-            units.score[0] = __shfl_sync(~0u, score, step % (CONSUMERS * PASSES) * 4 + lane / CHUNKS_IN_ROW);
-            units.d_score[0] = 0.0f;
-            units.differentiate(d_acts);
-            units.store(p, here);
-            float sum = units.d_score[0];
+            const int strip = strip_of(step);
+            const Slab slab{strip, parts + part_of(step)};
+            MARK(BEGIN, WAIT_FULL);
+            mbarrier_wait(slab.filled(), slab.phase());
+            MARK(END, WAIT_FULL);
+            if (strip == 0 && scheduler.has(position + 1)) prefetch_part(p, scheduler.at(position + 1), part_of(step));
+            MARK(BEGIN, STORE);
+            bf16 *const d_h = p.out0_rows + place.in_h(p), *const scaled = p.out1_rows + place.in_a(p);
+            const Place next(tile, step + 1);
+            const bf16* const next_h_at = p.h_rows + next.in_h(p);
+            const int lane = thread_index() % 32, first_row = gather_row() % PASS_ROWS, chunk = lane % CHUNKS_IN_ROW;
+            const uint32_t d_acts_at = chunk_address(slab.at(), first_row, ALTERNATING ? chunk : 2 * chunk);
+            const uint32_t other_at = chunk_address(slab.at(), first_row, ALTERNATING ? CHUNKS_IN_ROW + chunk : 2 * chunk + 1);
+            float d_acts[PASSES][CHUNK], d_score[PASSES];
 #pragma unroll
-            for (int distance = 1; distance < CHUNKS_IN_ROW; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-            sum = __shfl_sync(~0u, sum, lane % WARP_ROWS * CHUNKS_IN_ROW);
-            if (lane / 4 == step % (CONSUMERS * PASSES)) d_score += sum;
+            for (int pass = 0; pass < PASSES; ++pass) {
+                load_shared_f32x4(d_acts[pass], d_acts_at + pass * PASS_ROWS * SLAB_ROW);
+                load_shared_f32x4(d_acts[pass] + 4, other_at + pass * PASS_ROWS * SLAB_ROW);
+            }
+            __syncwarp();
+            mbarrier_arrive_if(lane == 0, slab.emptied());
+#pragma unroll
+            for (int pass = 0; pass < PASSES; ++pass) {
+                Units& of = units[pass % 2];
+                if (pass + 1 < PASSES) units[1 - pass % 2].load(p, h_at, place, pass + 1);
+                else if (step + 1 < STEPS) units[1 - pass % 2].load(p, next_h_at, next, 0);
+                of.score[0] = __shfl_sync(~0u, score, lane / CHUNKS_IN_ROW * CHUNKS_IN_ROW + strip * PASSES + pass);
+                of.d_score[0] = 0.0f;
+                of.differentiate(d_acts[pass]);
+                of.store(p, d_h, scaled, place, pass);
+                d_score[pass] = of.d_score[0];
+            }
+            const float sum = sum_of_own_pass(d_score);
+            if (lane / PASSES % CONSUMERS == strip) d_score_of_own += sum;
+            place = next, h_at = next_h_at;
+            MARK(END, STORE);
         }
-        if (own_row < tile.row_end) p.reduction_out[int64_t(tile.column / BN) * p.rows + own_row] = d_score;
+        if (own_row(tile) < tile.row_end) p.reduction_out[int64_t(tile.column / BN) * p.rows + own_row(tile)] = d_score_of_own;
     }
 }
 

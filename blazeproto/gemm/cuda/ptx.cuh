@@ -322,12 +322,21 @@ DEVICE float load_f32(const float* address) {
     return value;
 }
 
-// Of memory that other threads of the kernel write: not by the read-only path.
-DEVICE uint4 load_global_16(const bf16* chunk) {
-    uint4 v;
-    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(__cvta_generic_to_global(chunk)));
-    return v;
+// 16 bytes of memory that this kernel may write, so not by the read-only path; zeros where they are not `wanted`.
+DEVICE void load_global_16_or_0(uint32_t* x, const bf16* chunk, bool wanted) {
+    x[0] = x[1] = x[2] = x[3] = 0;
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n}\n"
+                 : "+r"(x[0]), "+r"(x[1]), "+r"(x[2]), "+r"(x[3]) : "l"(__cvta_generic_to_global(chunk)), "r"(int(wanted)));
+}
+
+DEVICE void store_global_16_if(bool wanted, bf16* chunk, const uint32_t* x) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}\n"
+                 ::"l"(__cvta_generic_to_global(chunk)), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(int(wanted)) : "memory");
+}
+
+DEVICE void store_global_8_if(bool wanted, bf16* at, const uint32_t* x) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p st.global.v2.b32 [%0], {%1, %2};\n}\n"
+                 ::"l"(__cvta_generic_to_global(at)), "r"(x[0]), "r"(x[1]), "r"(int(wanted)) : "memory");
 }
 
 DEVICE void prefetch_l2(const bf16* address) {
