@@ -143,7 +143,7 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
         widths=(128, 192, 256),
         cluster_widths=(128, 256),
         epilogue_warpgroups=1,
-        epilogue_registers=104,
+        epilogue_registers=120,
         GATHER=1,
         B_MN=not variant.transposed,
         low_rank=variant.low_rank,
