@@ -232,29 +232,31 @@ DEVICE void DownBackwardEpilogue::store_staged(const RowsParams& p, const Schedu
         const int thread = thread_index() % WARPGROUP;
         return tile.row + thread / PASSES % CONSUMERS * STRIP + thread % PASSES * PASS_ROWS + thread / CHUNKS_IN_ROW;
     };
-    uint32_t parts = 0;  // of each strip, in the tiles before
-    for (int position = 0; scheduler.has(position); ++position, parts += STRIP_PARTS) {
-        mbarrier_wait(Slab{0, parts}.filled(), Slab{0, parts}.phase());  // then the slots of this tile and the next one are written
+    const auto own_pair = [&](const RowTile& tile) {
+        return own_row(tile) < tile.row_end ? load_s32(p.pairs.pair_indices + own_row(tile)) : -1;
+    };
+    const auto score_of = [&](int pair) { return pair < 0 ? 0.0f : load_f32(p.scores + pair); };
+    const auto tile_at = [&](int position) { return TICKETS || scheduler.has(position) ? scheduler.at(position) : RowTile{-1, 0, 0, 0}; };
+    if (!scheduler.has(0)) return;
+    // A tile's slot, and the next one's, are written before its first stage is loaded. They are read whenever they are needed, which
+    // takes no registers.
+    mbarrier_wait(Slab{0, 0}.filled(), 0);
+    Place place(scheduler.at(0), 0);
+    const bf16* h_at = p.h_rows + place.in_h(p);
+    Units units[2];  // this pass's, and the next one's, whose H is under way
+    units[0].load(p, h_at, place, 0);
+    float score = score_of(own_pair(scheduler.at(0)));
+    for (int position = 0; scheduler.has(position); ++position) {
         MARK(AT, TILE);
-        const RowTile tile = scheduler.at(position);
-        float score = 0.0f, d_score_of_own = 0.0f;
-        if (own_row(tile) < tile.row_end) score = load_f32(p.scores + load_s32(p.pairs.pair_indices + own_row(tile)));
-        Units units[2];  // this pass's, and the next one's, whose H is under way
-        Place place(tile, 0);
-        const bf16* h_at = p.h_rows + place.in_h(p);
-        units[0].load(p, h_at, place, 0);
+        float next_score = 0.0f, d_score_of_own = 0.0f;  // next_score: at first the pair
 #pragma unroll 1
         for (int step = 0; step < STEPS; ++step) {
-            const int strip = strip_of(step);
-            const Slab slab{strip, parts + part_of(step)};
+            const int strip = strip_of(step), part = part_of(step);
+            const Slab slab{strip, uint32_t(position * STRIP_PARTS + part)};
             MARK(BEGIN, WAIT_FULL);
             mbarrier_wait(slab.filled(), slab.phase());
             MARK(END, WAIT_FULL);
-            if (strip == 0 && scheduler.has(position + 1)) prefetch_part(p, scheduler.at(position + 1), part_of(step));
             MARK(BEGIN, STORE);
-            bf16 *const d_h = p.out0_rows + place.in_h(p), *const scaled = p.out1_rows + place.in_a(p);
-            const Place next(tile, step + 1);
-            const bf16* const next_h_at = p.h_rows + next.in_h(p);
             const int lane = thread_index() % 32, first_row = gather_row() % PASS_ROWS, chunk = lane % CHUNKS_IN_ROW;
             const uint32_t d_acts_at = chunk_address(slab.at(), first_row, ALTERNATING ? chunk : 2 * chunk);
             const uint32_t other_at = chunk_address(slab.at(), first_row, ALTERNATING ? CHUNKS_IN_ROW + chunk : 2 * chunk + 1);
@@ -266,11 +268,21 @@ DEVICE void DownBackwardEpilogue::store_staged(const RowsParams& p, const Schedu
             }
             __syncwarp();
             mbarrier_arrive_if(lane == 0, slab.emptied());
+            if (strip == 0) {
+                const RowTile next_tile = tile_at(position + 1);
+                prefetch_part(p, next_tile, part);
+                if (part == 0) next_score = __int_as_float(own_pair(next_tile));
+                if (part == 1) next_score = score_of(__float_as_int(next_score));
+            }
+            bf16 *const d_h = p.out0_rows + place.in_h(p), *const scaled = p.out1_rows + place.in_a(p);
+            const int next_step = (step + 1) % STEPS;
+            const Place next(tile_at(position + (next_step == 0)), next_step);
+            const bf16* const next_h_at = p.h_rows + next.in_h(p);
 #pragma unroll
             for (int pass = 0; pass < PASSES; ++pass) {
                 Units& of = units[pass % 2];
                 if (pass + 1 < PASSES) units[1 - pass % 2].load(p, h_at, place, pass + 1);
-                else if (step + 1 < STEPS) units[1 - pass % 2].load(p, next_h_at, next, 0);
+                else units[1 - pass % 2].load(p, next_h_at, next, 0);
                 of.score[0] = __shfl_sync(~0u, score, lane / CHUNKS_IN_ROW * CHUNKS_IN_ROW + strip * PASSES + pass);
                 of.d_score[0] = 0.0f;
                 of.differentiate(d_acts[pass]);
@@ -282,7 +294,9 @@ DEVICE void DownBackwardEpilogue::store_staged(const RowsParams& p, const Schedu
             place = next, h_at = next_h_at;
             MARK(END, STORE);
         }
+        const RowTile tile = scheduler.at(position);
         if (own_row(tile) < tile.row_end) p.reduction_out[int64_t(tile.column / BN) * p.rows + own_row(tile)] = d_score_of_own;
+        score = next_score;
     }
 }
 
