@@ -148,9 +148,14 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
         B_MN=not variant.transposed,
         low_rank=variant.low_rank,
         arch=variant.arch,
-        **({} if variant.arch is AMPERE else {"H_ROWS": True}),
+        **({"H_ROWS": True} if _by_threads(variant) else {}),
         **macros,
     )
+
+
+def _by_threads(variant: Variant) -> bool:
+    """Whether threads load H and store dH and A', by addresses; else tensor maps say where these lie."""
+    return variant.element is BF16 and variant.arch is not AMPERE
 
 
 @lru_cache(maxsize=SHAPES)
@@ -162,6 +167,11 @@ def _plan(
     n = shape[1 if variant.transposed else 2]
     moved = n // element.packing
     of_h = moved * wanted.halves // halves
+    mapped: dict[str, Any] = {
+        "h": h_box(of_h, halves, where[0], (SLAB, BM, halves), element),
+        "out0": rows_box(h_box(of_h, halves, where[0], (SLAB, SLAB, 1), element)),
+        "out1": rows_box(dense_box((moved, where[0]), (SLAB, SLAB), element)),
+    }
     return rows_plan(
         kernel(config, variant, build),
         config,
@@ -170,11 +180,8 @@ def _plan(
         variant,
         mn_major=not variant.transposed,
         columns=n,
-        h=h_box(of_h, halves, where[0], (SLAB, BM, halves), element),
-        out0=rows_box(h_box(of_h, halves, where[0], (SLAB, SLAB, 1), element)),
-        out1=rows_box(dense_box((moved, where[0]), (SLAB, SLAB), element)),
         biased=False,
-        h_rows=variant.arch is not AMPERE,
+        **({"h_rows": True} if _by_threads(variant) else mapped),
     )
 
 
@@ -212,10 +219,10 @@ def launch(
             scores=scores.data_ptr(),
             sums=workspace.data_ptr(),
         )
-        if element is BF16 and at.arch is not AMPERE:
-            addresses += (address(h),)
-        maps = (address(down_proj), address(h), dh_at, a_at, *low_maps(low))
-        driver.launch(*plan.fill(maps, addresses + scales(d_out, down_proj, h, dh, a_scaled)), at.stream)
+        by_threads, h_at = _by_threads(variant), address(h)
+        addresses += (h_at,) if by_threads else scales(d_out, down_proj, h, dh, a_scaled)
+        maps = (address(down_proj), *(() if by_threads else (h_at, dh_at, a_at)), *low_maps(low))
+        driver.launch(*plan.fill(maps, addresses), at.stream)
     reduce.launch_reduce_scores_grad(workspace, d_scores, at)
 
 

@@ -53,7 +53,7 @@ def rows_plan(
 ) -> Plan:
     """The plan of a product by rows. where: (rows, experts, device), from `Addresses`.  shape: of the weights, (E, m, reduction),
     or with ``mn_major`` (E, reduction, m).  columns: output columns of each of its ``halves``, 2 where gate and up lie apart.
-    biased: whether a kernel of this kind may add a bias (E, m).  h_rows: whether, without scales, it has H's address too."""
+    biased: whether a kernel of this kind may add a bias (E, m).  h_rows: whether the kernel has H_ROWS (cuda/params.cuh)."""
     num_rows, num_experts, device = where
     rank, element = variant.rank, variant.element
     shape = (*shape[:2], shape[2] // element.packing)

@@ -1,41 +1,43 @@
 // Down projection, backward to the activations. MoEBlaze Algorithm 1, lines 20-28; SonicMoE Algorithm 3 and appendix D.
 //
-//   dA'[r] = dO[token(r)] . W_down[e]            dO (T, d) gathered, W_down (E, d, n) MN-major; stays in fp32
+//   dA'[r] = dO[token(r)] . W_down[e]            dO (T, d) gathered, W_down (E, d, n) MN-major; never rounded
 //   act    = f(gate) * g(up), recomputed from H     H (R, 2n) or (R, n)
 //   dS[p]  = <dA'[r], act>                       partial sums over this tile's columns, added in order by a later kernel
 //   dH[r]  = S[p] dA'[r] times act's derivative  dH like H
 //   A'[r]  = S[p] act                            the weight gradient's operand (R, n)
 //
-//   dO rows --gather--> A  \                                                           H
-//                            wgmma -> acc = dA' -> slabs of 64 rows x 64 columns, fp32  \
-//   W_down  --TMA-----> B  /                                   \--epilogue warpgroup-----+--> dH, A', dS
+//   dO rows --gather--> A  \                                             H --\
+//                            wgmma -> acc = dA' -> slabs in fp32 --> epilogue warpgroup --> dH, A', dS
+//   W_down  --TMA-----> B  /
 //
-// An epilogue warpgroup does all that follows dA', while the consumers multiply the next tile. A consumer hands its strip over
-// in parts of 64 columns, each through a slab of shared memory. It waits where a slab is still full, but for the last part of a
-// tile: that one waits in registers, and is handed over during the next tile's mainloop.
+// An epilogue warpgroup does all that follows dA', while the consumers multiply the next tile. A consumer hands its strip over in
+// parts of 64 columns, through one or two slabs of shared memory. The last part waits in registers, and is handed over during the
+// next tile's mainloop.
 //
-//   consumer            mma tile 0 ... | part 0 | 1 | 2 | mma tile 1 . part 3 ........ | part 0 | 1 | 2 | mma tile 2 ...
-//   epilogue warpgroup                 | H, part 0 | H, 1 | H, 2 | H, 3 |              | H, part 0 | H, 1 | ...
-//                                        filled[strip][slab]   emptied[strip][slab]
+//   consumer            mma tile 0 ... | part 0 | 1 | 2 | mma tile 1 . part 3 ............. | part 0 | 1 | 2 | mma tile 2 ...
+//   epilogue warpgroup                 | part 0 | 1 | 2 | 3 of each strip |                 | part 0 | 1 | ...
+//                                        filled[slab]  emptied[slab]
 //
-// A tile of 256 columns leaves shared memory for one slab a strip, one of 192 or 128 for two: then nobody waits for a slab.
+// Shared memory has room for one slab a strip beside tiles of 256 columns, for two beside 192 or 128. With two no consumer waits
+// for a slab; with one it waits until the epilogue warpgroup has two of its parts in registers.
 //
-// A thread of the epilogue warpgroup makes 8 hidden units of a row at a time. It loads their H into registers and stores their dH and
-// A', 16 bytes each, and the next H is under way meanwhile. Where gate and up alternate in H (layout.cuh), these are twice 4
-// units that lie 32 apart, so that neighbouring lanes load neighbouring chunks.
+// A thread of the epilogue warpgroup makes 8 hidden units of a row at a time. It loads their H from global memory one pass ahead,
+// and stores dH and A' from registers, 16 bytes each. Where gate and up alternate in H (layout.cuh), its units are twice 4 that lie
+// 32 apart, so that neighbouring lanes load neighbouring chunks. The next tile's H is on its way to L2 meanwhile.
 //
-// dH may be the same memory as H: the thread that stores a chunk of dH is the one that has loaded this chunk of H, and no other does.
+// dH may be the same memory as H: each chunk of it is loaded and stored by one thread, in this order.
 //
 // Floor: max(2 n d R / 785 TFLOP/s, (2 d T + 2 n d E + 2 (2n + 2n + n) R) bytes / 4.24 TB/s) for a gated layer.
 #include "down_backward.cuh"
+#include "epilogue.cuh"
 #include "layout.cuh"
 
 static_assert(EPILOGUE_WARPGROUPS == 1, "it makes dH, A' and dS");
 
 constexpr int SLABS = BN == 256 ? 1 : 2;  // of a strip
 constexpr int SLAB_ROW = SLAB * int(sizeof(float));
-constexpr int SLAB_BYTES = STRIP * SLAB_ROW;
-constexpr int SLAB_BARRIERS = EPILOGUE_OFFSET + CONSUMERS * SLABS * SLAB_BYTES;
+constexpr int SUMS_BYTES = STRIP * SLAB_ROW;  // of a slab
+constexpr int SLAB_BARRIERS = EPILOGUE_OFFSET + CONSUMERS * SLABS * SUMS_BYTES;
 constexpr int STRIP_PARTS = BN / SLAB;
 constexpr int HELD = 1, AT_ONCE = STRIP_PARTS - HELD;  // parts that wait in registers; that do not
 
@@ -47,20 +49,20 @@ struct Slab {
 
     DEVICE uint32_t index() const { return strip * SLABS + part % SLABS; }
     DEVICE uint32_t phase() const { return part / SLABS % 2; }
-    DEVICE uint32_t at() const { return shared_at(EPILOGUE_OFFSET) + index() * SLAB_BYTES; }
+    DEVICE uint32_t at() const { return shared_at(EPILOGUE_OFFSET) + index() * SUMS_BYTES; }
     DEVICE uint32_t filled() const { return shared_at(SLAB_BARRIERS) + index() * 2 * BARRIER_BYTES; }
     DEVICE uint32_t emptied() const { return filled() + BARRIER_BYTES; }
 };
 
-// Where a chunk of 4 columns lies. Neither 8 lanes that read every other chunk of a row nor 16 that write 32 bytes of 4 rows have
-// bank conflicts.
+// Where a chunk of 4 columns lies. Bank conflicts are avoided: 8 lanes read every other chunk of a row, or 8 neighbouring ones;
+// 16 lanes write two chunks of each of 4 rows.
 DEVICE uint32_t chunk_address(uint32_t slab, int row, int chunk) {
     return slab + row * SLAB_ROW + ((chunk ^ chunk >> 3 ^ (row & 3) << 1) << 4);
 }
 
 // ---- consumer ------------------------------------------------------------------------------------------------------------
 struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
-    static constexpr int SMEM_BYTES = SLABS * (SLAB_BYTES + 2 * BARRIER_BYTES);
+    static constexpr int SMEM_BYTES = SLABS * (SUMS_BYTES + 2 * BARRIER_BYTES);
     static constexpr int PARTS = HELD;
     uint32_t handed = 0;  // parts so far
     float held[HELD * SLAB / 2];
@@ -77,7 +79,7 @@ struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
 
     DEVICE Slab slab() const { return {consumer_index(), handed}; }
 
-    // A vote, because behind a wait that each thread leaves by itself ptxas would keep stages and descriptors in vector registers.
+    // A vote: behind a wait that each thread leaves by itself ptxas would keep stages and descriptors in vector registers.
     DEVICE bool ready(int) const { return __all_sync(~0u, mbarrier_test_wait(slab().emptied(), slab().phase() ^ 1)); }
 
     DEVICE void wait_until_empty() const {
@@ -93,10 +95,11 @@ struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
         ++handed;
     }
 
+    // sums: a part's accumulators of this thread.
     DEVICE void hand_over(const float* sums) {
         wait_until_empty();
         const int lane = thread_index() % 32;
-        const uint32_t at = chunk_address(slab().at(), thread_index() / 32 % WARPGROUP_WARPS * 16 + lane / 4, lane % 4 / 2) + lane % 2 * 8;
+        const uint32_t at = chunk_address(slab().at(), strip_row(0), lane % 4 / 2) + lane % 2 * 8;
 #pragma unroll
         for (int j = 0; j < SLAB / 8; ++j) {
             const uint32_t columns = at ^ (2 * j ^ j / 4) << 4;
@@ -133,14 +136,18 @@ struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
 };
 
 // ---- epilogue warpgroup --------------------------------------------------------------------------------------------------
-// A warp has 4 rows in each of a strip's four passes of 16 rows, 8 lanes a row.
+// A strip takes four passes of 16 rows. In each a warp has 4 rows, and 8 lanes have a row.
 constexpr int PASSES = STRIP / PASS_ROWS;
 constexpr int STEPS = STRIP_PARTS * CONSUMERS;
 constexpr int H_WIDTH = GATED ? 2 : 1;                     // columns of H for a hidden unit
 constexpr int APART = ALTERNATING ? SLAB / 2 : CHUNK / 2;  // of a thread's two quads of units
 
-// A step is a part of one strip. Each strip's first two parts come together: once the second one is in registers, the consumer has
-// room for its third, and begins the next tile.
+// A step is a part of one strip. First come two parts of each strip: then the consumer of 256 columns can hand the third over, and
+// begins the next tile.
+//
+//   step    0   1   2   3   4   5   6   7
+//   strip   0   0   1   1   0   1   0   1
+//   part    0   1   0   1   2   2   3   3
 DEVICE int strip_of(int step) { return step < 4 ? step / 2 : step % 2; }
 DEVICE int part_of(int step) { return step < 4 ? step % 2 : step / 2; }
 
@@ -160,11 +167,14 @@ struct Place {
         return pass * PASS_ROWS < rows_left && column + quad * APART < p.columns;
     }
 
-    DEVICE int64_t in_h(const RowsParams& p) const { return int64_t(row) * (H_WIDTH * p.columns) + column * (ALTERNATING ? 2 : 1); }
+    // In elements: where this thread's first chunk lies in H and dH, and in A'.
+    DEVICE int64_t in_h(const RowsParams& p) const {
+        return int64_t(row) * (H_WIDTH * p.columns) + column * (ALTERNATING ? 2 : 1);
+    }
     DEVICE int64_t in_a(const RowsParams& p) const { return int64_t(row) * p.columns + column; }
 };
 
-// From a thread's first chunk of H, or dH, to chunk 0 or 1 of a pass: those of gate and up; alternating, of one quad each.
+// From there to chunk 0 or 1 of a pass: gate and up of 8 units; alternating, both of 4 units.
 DEVICE int64_t to_chunk(const RowsParams& p, int pass, int chunk) {
     if (ALTERNATING) return int64_t(p.columns) * (pass * PASS_ROWS * H_WIDTH) + chunk * 2 * APART;
     return int64_t(p.columns) * (pass * PASS_ROWS * H_WIDTH + chunk);
@@ -227,7 +237,7 @@ DEVICE float sum_of_own_pass(const float (&d_score)[PASSES]) {
 }
 
 DEVICE void DownBackwardEpilogue::store_staged(const RowsParams& p, const Scheduler& scheduler) {
-    // A lane keeps S and dS of one row of its warp's: in strip lane / 4 % 2 and pass lane % 4, the row that lanes 8 (lane / 8) and on have.
+    // A lane keeps S and dS of one of its warp's rows: in strip lane / 4 % 2 and pass lane % 4, that of lanes 8 (lane / 8) and on.
     const auto own_row = [](const RowTile& tile) {
         const int thread = thread_index() % WARPGROUP;
         return tile.row + thread / PASSES % CONSUMERS * STRIP + thread % PASSES * PASS_ROWS + thread / CHUNKS_IN_ROW;
@@ -236,10 +246,11 @@ DEVICE void DownBackwardEpilogue::store_staged(const RowsParams& p, const Schedu
         return own_row(tile) < tile.row_end ? load_s32(p.pairs.pair_indices + own_row(tile)) : -1;
     };
     const auto score_of = [&](int pair) { return pair < 0 ? 0.0f : load_f32(p.scores + pair); };
-    const auto tile_at = [&](int position) { return TICKETS || scheduler.has(position) ? scheduler.at(position) : RowTile{-1, 0, 0, 0}; };
+    const auto tile_at = [&](int position) {
+        return TICKETS || scheduler.has(position) ? scheduler.at(position) : RowTile{-1, 0, 0, 0};
+    };
     if (!scheduler.has(0)) return;
-    // A tile's slot, and the next one's, are written before its first stage is loaded. They are read whenever they are needed, which
-    // takes no registers.
+    // Whoever has seen a part of a tile may read its slot and the next one's. They are read anew each time: a tile takes registers.
     mbarrier_wait(Slab{0, 0}.filled(), 0);
     Place place(scheduler.at(0), 0);
     const bf16* h_at = p.h_rows + place.in_h(p);
@@ -248,7 +259,7 @@ DEVICE void DownBackwardEpilogue::store_staged(const RowsParams& p, const Schedu
     float score = score_of(own_pair(scheduler.at(0)));
     for (int position = 0; scheduler.has(position); ++position) {
         MARK(AT, TILE);
-        float next_score = 0.0f, d_score_of_own = 0.0f;  // next_score: at first the pair
+        float next_score = 0.0f, d_score_of_own = 0.0f;
 #pragma unroll 1
         for (int step = 0; step < STEPS; ++step) {
             const int strip = strip_of(step), part = part_of(step);
@@ -258,12 +269,13 @@ DEVICE void DownBackwardEpilogue::store_staged(const RowsParams& p, const Schedu
             MARK(END, WAIT_FULL);
             MARK(BEGIN, STORE);
             const int lane = thread_index() % 32, first_row = gather_row() % PASS_ROWS, chunk = lane % CHUNKS_IN_ROW;
-            const uint32_t d_acts_at = chunk_address(slab.at(), first_row, ALTERNATING ? chunk : 2 * chunk);
-            const uint32_t other_at = chunk_address(slab.at(), first_row, ALTERNATING ? CHUNKS_IN_ROW + chunk : 2 * chunk + 1);
+            const int quad = ALTERNATING ? chunk : 2 * chunk, other = ALTERNATING ? CHUNKS_IN_ROW + chunk : 2 * chunk + 1;
+            const uint32_t quad_at = chunk_address(slab.at(), first_row, quad);
+            const uint32_t other_at = chunk_address(slab.at(), first_row, other);
             float d_acts[PASSES][CHUNK], d_score[PASSES];
 #pragma unroll
             for (int pass = 0; pass < PASSES; ++pass) {
-                load_shared_f32x4(d_acts[pass], d_acts_at + pass * PASS_ROWS * SLAB_ROW);
+                load_shared_f32x4(d_acts[pass], quad_at + pass * PASS_ROWS * SLAB_ROW);
                 load_shared_f32x4(d_acts[pass] + 4, other_at + pass * PASS_ROWS * SLAB_ROW);
             }
             __syncwarp();
@@ -271,7 +283,7 @@ DEVICE void DownBackwardEpilogue::store_staged(const RowsParams& p, const Schedu
             if (strip == 0) {
                 const RowTile next_tile = tile_at(position + 1);
                 prefetch_part(p, next_tile, part);
-                if (part == 0) next_score = __int_as_float(own_pair(next_tile));
+                if (part == 0) next_score = __int_as_float(own_pair(next_tile));  // on the way: each load has a step's time
                 if (part == 1) next_score = score_of(__float_as_int(next_score));
             }
             bf16 *const d_h = p.out0_rows + place.in_h(p), *const scaled = p.out1_rows + place.in_a(p);
@@ -295,7 +307,8 @@ DEVICE void DownBackwardEpilogue::store_staged(const RowsParams& p, const Schedu
             MARK(END, STORE);
         }
         const RowTile tile = scheduler.at(position);
-        if (own_row(tile) < tile.row_end) p.reduction_out[int64_t(tile.column / BN) * p.rows + own_row(tile)] = d_score_of_own;
+        if (own_row(tile) < tile.row_end)
+            p.reduction_out[int64_t(tile.column / BN) * p.rows + own_row(tile)] = d_score_of_own;
         score = next_score;
     }
 }
