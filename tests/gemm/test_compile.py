@@ -21,7 +21,7 @@ from blazeproto.gemm.combine import slice_widths
 from blazeproto.gemm.compile import CompileError, Kernel, compile_in_subprocess, compile_many
 from blazeproto.gemm.launch import MAP_BYTES, Params
 from blazeproto.gemm.product import PACKAGE, TRANSPOSED, Sizes, Variant, variants
-from blazeproto.gemm.rows import QUANTIZED_ROWS_PARAMS, ROWS_PARAMS
+from blazeproto.gemm.rows import H_ROWS_PARAMS, QUANTIZED_ROWS_PARAMS, ROWS_PARAMS
 from blazeproto.gemm.tiles import (
     CHOSEN,
     FORCED,
@@ -343,6 +343,7 @@ def layout_check(params: Params) -> str:
 
 STRUCTS = {
     "rows": (ROWS_PARAMS, gemm.kernel_for("up_forward")),
+    "rows with H": (H_ROWS_PARAMS, gemm.kernel_for("down_backward_act")),
     "weights": (WEIGHT_PARAMS, gemm.kernel_for("up_backward_weight")),
     "rows of fp8": (QUANTIZED_ROWS_PARAMS, gemm.kernel_for("down_forward", precision="fp8")),
     "weights of fp8": (weight_fp8.PARAMS, weight_fp8.kernel()),
@@ -466,7 +467,7 @@ def test_a_layer_gets_ready_the_tiles_that_its_launches_take() -> None:
         ("up_forward", TileConfig(cluster=2, tickets=True)),
         ("down_forward", TileConfig(tile_n=192, cluster=2)),
         ("up_backward_weight", TileConfig(tile_n=64, stages=8, cluster=2)),
-        ("down_backward_act", TileConfig(tile_n=128, deferred=False)),
+        ("down_backward_act", TileConfig(tile_n=192, cluster=2)),
         ("up_forward", TileConfig(tile_n=192)),
         ("up_backward_weight", TileConfig(tile_n=192)),
         ("down_forward", TileConfig(tickets=True)),

@@ -87,10 +87,11 @@ BUGS = (
         "down_backward_act",
         (
             (
-                "down_backward.cuh",
-                "d_score[h] += __shfl_xor_sync(~0u, d_score[h], 2);",
-                """const float other = __shfl_xor_sync(~0u, d_score[h], 2);
-            if (tile.expert != 3) d_score[h] += other;""",
+                "down_backward.cu",
+                "            const float sum = sum_of_own_pass(d_score);\n",
+                """            if (scheduler.at(position).expert == 3 && lane % 2) d_score[0] = d_score[1] = d_score[2] = d_score[3] = 0.0f;
+            const float sum = sum_of_own_pass(d_score);
+""",
             ),
         ),
         ("d_scores",),

@@ -99,7 +99,6 @@ QUICK = [("up_forward", "clusters", True), ("up_forward", "narrow", False), ("do
     [
         case if case in QUICK else full(*case)
         for case in product(CHOSEN, FEW_ROWS, [False, True])
-        if case[:2] != ("down_backward_act", "narrow")
     ],
 )
 def test_rows_past_an_experts_end_are_not_read(name: str, which: str, transposed: bool) -> None:
@@ -195,7 +194,8 @@ def test_low_rank_factors_of_more_than_a_stage_are_right(entry: str) -> None:
 TICKETS = TileConfig(tickets=True)
 SCHEDULED = [(name, None) for name in CALLS] + [
     ("up_forward", TICKETS),
-    ("down_backward_act", replace(TICKETS, deferred=False)),
+    ("down_backward_act", TICKETS),
+    ("down_backward_act", TileConfig(tile_n=192)),
     ("down_backward_weight", TileConfig(cluster=1)),  # the other one has two
 ]
 
