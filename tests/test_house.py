@@ -268,7 +268,7 @@ CEILINGS = {
     "blazeproto/runtime/**/*.py": 1068,
     "blazeproto/dispatch/**/*.py": 735,
     "blazeproto/router/**/*.py": 2301,
-    "blazeproto/gemm/**/*.py": 2134,
+    "blazeproto/gemm/**/*.py": 2147,
     "blazeproto/autograd/**/*.py": 1878,
     "blazeproto/blocksparse/**/*.py": 588,
     "blazeproto/distributed/**/*.py": 470,
@@ -277,7 +277,7 @@ CEILINGS = {
     "ptxsim/*.py": 2936,
     "scripts/**/*.py": 8265,
     "tests/**/*.py ptxsim/tests/**/*.py": 22497,
-    "blazeproto/**/*.cu blazeproto/**/*.cuh": 5718,
+    "blazeproto/**/*.cu blazeproto/**/*.cuh": 5890,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in
 docs/decisions.md that says what was bought."""
