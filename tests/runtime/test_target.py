@@ -19,7 +19,7 @@ from blazeproto.dispatch import reference as dispatch_twin
 from blazeproto.gemm import launch, tickets
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.launch import Box, Params
-from blazeproto.gemm.rows import ROWS_PARAMS
+from blazeproto.gemm.rows import H_ROWS_PARAMS, ROWS_PARAMS
 from blazeproto.gemm.tiles import CHOSEN, PLAIN, TILES
 from blazeproto.gemm.weight import WEIGHT_PARAMS
 from blazeproto.runtime import arrays, driver, memory, numba_kernel, optional, target
@@ -221,7 +221,7 @@ CASES = (
         (
             Expected(
                 "down_backward",
-                TILED,
+                WITH_EPILOGUE,
                 (4, 1),
                 {
                     "source": "d_out",
@@ -231,9 +231,11 @@ CASES = (
                     "scores": "scores",
                     "reduction_out": "made[3]",
                     "tickets": "counter",
+                    "h_rows": "h",
                 },
-                {"b": "down_proj", "h": "h", "out0": "dh", "out1": "a_scaled"},
+                {"b": "down_proj"},
                 {"TICKETS": True},
+                H_ROWS_PARAMS,
             ),
             Expected("reduce_scores_grad", (256, 0), (4, 1), ("made[3]", "token_index_map", "d_scores", 1, R, R)),
         ),
