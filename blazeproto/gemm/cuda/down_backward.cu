@@ -19,7 +19,7 @@
 //                                        filled[slab]  emptied[slab]
 //
 // Shared memory has room for one slab a strip beside tiles of 256 columns, for two beside 192 or 128. With two no consumer waits
-// for a slab; with one it waits until the epilogue warpgroup has two of its parts in registers.
+// for a slab; with one it waits until the epilogue warpgroup has read two of its parts.
 //
 // A thread of the epilogue warpgroup makes 8 hidden units of a row at a time. It loads their H from global memory one pass ahead,
 // and stores dH and A' from registers, 16 bytes each. Where gate and up alternate in H (layout.cuh), its units are twice 4 that lie
@@ -273,13 +273,12 @@ DEVICE void DownBackwardEpilogue::store_staged(const RowsParams& p, const Schedu
             const uint32_t quad_at = chunk_address(slab.at(), first_row, quad);
             const uint32_t other_at = chunk_address(slab.at(), first_row, other);
             float d_acts[PASSES][CHUNK], d_score[PASSES];
-#pragma unroll
-            for (int pass = 0; pass < PASSES; ++pass) {
+            const auto take = [&](int pass) {
                 load_shared_f32x4(d_acts[pass], quad_at + pass * PASS_ROWS * SLAB_ROW);
                 load_shared_f32x4(d_acts[pass] + 4, other_at + pass * PASS_ROWS * SLAB_ROW);
-            }
-            __syncwarp();
-            mbarrier_arrive_if(lane == 0, slab.emptied());
+            };
+#pragma unroll
+            for (int pass = 0; pass < PASSES / 2; ++pass) take(pass);
             if (strip == 0) {
                 const RowTile next_tile = tile_at(position + 1);
                 prefetch_part(p, next_tile, part);
@@ -287,23 +286,31 @@ DEVICE void DownBackwardEpilogue::store_staged(const RowsParams& p, const Schedu
                 if (part == 1) next_score = score_of(__float_as_int(next_score));
             }
             bf16 *const d_h = p.out0_rows + place.in_h(p), *const scaled = p.out1_rows + place.in_a(p);
-            const int next_step = (step + 1) % STEPS;
-            const Place next(tile_at(position + (next_step == 0)), next_step);
-            const bf16* const next_h_at = p.h_rows + next.in_h(p);
+            Place next = place;
 #pragma unroll
             for (int pass = 0; pass < PASSES; ++pass) {
                 Units& of = units[pass % 2];
-                if (pass + 1 < PASSES) units[1 - pass % 2].load(p, h_at, place, pass + 1);
-                else units[1 - pass % 2].load(p, next_h_at, next, 0);
+                if (pass + 1 == PASSES) {  // goes on to the next step, which may be the next tile's first
+                    const int next_step = (step + 1) % STEPS;
+                    next = Place(tile_at(position + (next_step == 0)), next_step);
+                    h_at = p.h_rows + next.in_h(p);
+                }
+                units[1 - pass % 2].load(p, h_at, next, (pass + 1) % PASSES);
                 of.score[0] = __shfl_sync(~0u, score, lane / CHUNKS_IN_ROW * CHUNKS_IN_ROW + strip * PASSES + pass);
                 of.d_score[0] = 0.0f;
                 of.differentiate(d_acts[pass]);
                 of.store(p, d_h, scaled, place, pass);
                 d_score[pass] = of.d_score[0];
+                if (pass == 0) {  // not before: with the registers of all passes the kernel would spill
+#pragma unroll
+                    for (int later = PASSES / 2; later < PASSES; ++later) take(later);
+                    __syncwarp();
+                    mbarrier_arrive_if(lane == 0, slab.emptied());
+                }
             }
             const float sum = sum_of_own_pass(d_score);
             if (lane / PASSES % CONSUMERS == strip) d_score_of_own += sum;
-            place = next, h_at = next_h_at;
+            place = next;
             MARK(END, STORE);
         }
         const RowTile tile = scheduler.at(position);
