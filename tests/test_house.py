@@ -277,7 +277,7 @@ CEILINGS = {
     "ptxsim/*.py": 2936,
     "scripts/**/*.py": 8265,
     "tests/**/*.py ptxsim/tests/**/*.py": 22497,
-    "blazeproto/**/*.cu blazeproto/**/*.cuh": 5890,
+    "blazeproto/**/*.cu blazeproto/**/*.cuh": 5897,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in
 docs/decisions.md that says what was bought."""
