@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from blazeproto.runtime.checks import instance, one_of, require
-from blazeproto.stored.weight import FORMATS, StoredWeight, put_together, quantize
+from blazeproto.stored.weight import FORMATS, StoredWeight, quantize
 
 
 def store(module: Any, names: Sequence[str], storage: str) -> None:
@@ -28,9 +28,9 @@ def store(module: Any, names: Sequence[str], storage: str) -> None:
     require(not module.stored, "storage", "weights that are not stored", f"stored ones: {', '.join(module.stored)}")
     weights, made = [getattr(module, name) for name in names], {}
     for name, weight in zip(names, weights, strict=True):
-        one = quantize(torch.zeros(1, *weight.shape[1:]) if weight.is_meta else weight, storage)
+        one = quantize(torch.zeros(1, *weight.shape[1:], device="cpu") if weight.is_meta else weight, storage)
         new = (t.new_empty(len(weight), *t.shape[1:], device="meta") for t in (one.values, one.scales))
-        made[name] = put_together(one.how, next(new), next(new), None) if weight.is_meta else one
+        made[name] = StoredWeight(one.how, next(new), next(new)) if weight.is_meta else one
     for name, stored in made.items():
         hold(module, name, stored)
 
@@ -55,12 +55,12 @@ def held(module: Any, name: str) -> Any:
     format = how.split()[0]
     values = weight.view(torch.float8_e4m3fn) if format == "fp8" else weight
     scales = getattr(module, f"{name}_{FORMATS[format].scales}").view(dtype)
-    return put_together(how, values, scales, None if zeros is None else zeros.view(torch.int32))
+    return StoredWeight(how, values, scales, None if zeros is None else zeros.view(torch.int32))
 
 
 def _check_state(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Others than bytes would be cast to bytes."""
-    for name, (how, _) in module.stored.items():
-        t = state.get(prefix + name)
-        fits = t is None or t.dtype == torch.uint8
-        require(fits, prefix + name, f"bytes of {how!r}, as the layer stores it", getattr(t, "dtype", None))
+    for weight, (how, _) in module.stored.items():
+        for name in (weight, f"{weight}_{FORMATS[how.split()[0]].scales}"):
+            dtype = getattr(state.get(prefix + name), "dtype", torch.uint8)
+            require(dtype == torch.uint8, prefix + name, f"bytes of {how!r}, as the layer stores it", dtype)

@@ -223,6 +223,15 @@ def test_operators_see_stored_weights():
     assert_same_bits(case.gradients(compiled()), made)
 
 
+def test_compiled_for_other_blocks():
+    """Weights are arguments; the second call's differ in their block alone."""
+    case, call = stored_case("nf4")[0], lambda up: case.forward(gate_up_proj=up)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+    for block in ((1, 64), (1, 32)):
+        up = stored.quantize(case.gate_up_proj.decode(), "nf4", block)
+        assert torch.equal(compiled(up), call(up))
+
+
 # ---- what is refused ---------------------------------------------------------------------------------------------
 
 REFUSED = {
