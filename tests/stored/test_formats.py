@@ -159,8 +159,10 @@ def test_slices_copies_and_devices(weight):
         and weight[1:].values.data_ptr() != weight.values.data_ptr()
     )
     assert torch.equal(torch.stack([*weight]), weight.decode()) and torch.equal(weight[-1], weight[2])
-    assert torch.equal(weight.decode(1, torch.float64), weight[1].double())
-    assert weight.decode(dtype=torch.float64).dtype == torch.float64
+    assert (
+        torch.equal(wide := weight.decode(1, torch.float64), weight[1].double())
+        and wide.dtype == weight.decode(dtype=torch.float64).dtype == torch.float64
+    )
     for other in (copy.deepcopy(weight), saved_and_loaded(weight), weight.to("cpu")):
         assert torch.equal(other.decode(), weight.decode())
     assert weight.to("meta").device.type == "meta" and weight.format in repr(weight) and "(3, 128, 256)" in repr(weight)
@@ -214,8 +216,8 @@ def test_ties_of_mxfp4():
 
 
 def test_quantizing_takes_magnitudes_whose_scale_would_be_0(weight):
-    tiny = torch.zeros(SHAPE).index_fill_(2, torch.tensor(0), 1e-44)
-    assert stored.quantize(tiny, weight.format).decode().isfinite().all()
+    made = stored.quantize(torch.zeros(SHAPE).index_fill_(2, torch.tensor(0), 1e-44), weight.format)
+    assert made.decode().isfinite().all()
 
 
 def test_values_may_lie_anywhere_on_a_cpu():

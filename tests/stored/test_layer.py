@@ -47,7 +47,11 @@ X = torch.randn(24, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
 def test_a_layer_computes_what_its_decoded_weights_compute(storage):
     layer = layer_of(storage, bias=True)
     assert_same_bits(results(layer, X), results(decoded(layer), X))
-    assert layer.runs_on().startswith("torch: ") and f"gate_up_proj stored as '{storage}" in repr(layer)
+    assert (
+        layer.kernel_needs == ("stored weights",)
+        and layer.runs_on().startswith("torch: ")
+        and f"gate_up_proj stored as '{storage}" in repr(layer)
+    )
     plain = layer_of(None, bias=True)
     assert torch.equal(layer.down_proj_weight.decode(), stored.quantize(plain.down_proj, storage).decode())
     assert layer.saved_bytes(24) == decoded(layer).requires_grad_(False).saved_bytes(24)
