@@ -110,7 +110,8 @@ def test_int4_by_group_and_zero(group, dtype, with_zeros):
     """compressed-tensors' order: (q - z) in the scale's dtype, times the scale; each code meets each zero point."""
     experts, out, groups = 2, 64, 4
     codes = np.broadcast_to(np.arange(group * groups) % 16, (experts, out, group * groups))
-    zeros = np.broadcast_to(np.arange(out)[:, None] % 16, (experts, out, groups)) if with_zeros else None
+    each = np.arange(experts)[:, None, None] + np.arange(out)[:, None]
+    zeros = np.broadcast_to(each % 16, (experts, out, groups)) if with_zeros else None
     scales = (torch.rand(experts, out, groups) + 0.01).to(dtype)
     packed_zeros = None if zeros is None else int32s(zeros.transpose(0, 2, 1)).mT.contiguous()
     weight = stored.int4(int32s(codes), scales, packed_zeros, group=group)
@@ -166,10 +167,13 @@ def test_slices_copies_and_devices(weight):
     for other in (copy.deepcopy(weight), saved_and_loaded(weight), weight.to("cpu")):
         assert torch.equal(other.decode(), weight.decode())
     assert weight.to("meta").device.type == "meta" and weight.format in repr(weight) and "(3, 128, 256)" in repr(weight)
-    with pytest.raises(IndexError):
-        weight.decode(3)
-    with pytest.raises(AttributeError):
-        weight.scales = None
+    for error, call in (
+        (IndexError, lambda: weight.decode(3)),
+        (AttributeError, lambda: setattr(weight, "scales", None)),
+        (TypeError, lambda: weight.to(torch.float16)),
+    ):
+        with pytest.raises(error):
+            call()
 
 
 def test_bytes_of_formats(weight):
