@@ -19,7 +19,7 @@ from blazeproto.autograd.options import Options
 from blazeproto.autograd.policy import Saved
 from blazeproto.autograd.ranks import EXCHANGES, AddUp
 from blazeproto.dispatch.structures import Dispatch
-from blazeproto.stored.weight import StoredWeight, put_together
+from blazeproto.stored.weight import StoredWeight
 
 One = Any
 """A tensor: where a record holds gradients, or says whether they are needed, anything."""
@@ -253,9 +253,9 @@ def taken_apart(up: Any, down: Any) -> tuple[tuple[Any, ...], tuple[str, str]]:
 
 def _together(p: Parameters, beside: Beside, how: How) -> Parameters:
     if how.up_stored:
-        p = p._replace(up_proj=put_together(how.up_stored, p.up_proj, beside.up_scales, beside.up_zeros))
+        p = p._replace(up_proj=StoredWeight(how.up_stored, p.up_proj, beside.up_scales, beside.up_zeros))
     if how.down_stored:
-        p = p._replace(down_proj=put_together(how.down_stored, p.down_proj, beside.down_scales, beside.down_zeros))
+        p = p._replace(down_proj=StoredWeight(how.down_stored, p.down_proj, beside.down_scales, beside.down_zeros))
     return p
 
 

@@ -40,14 +40,14 @@ def fp8(weight: Tensor, scale_inv: Tensor, *, block: tuple[int, int] = (128, 128
     shape = experts, out // block[0], width // block[1]
     scales = check_tensor("scale_inv", scale_inv, SCALES, values)
     require(scales.shape == shape, "scale_inv", f"shape (E, out / rows, in / columns) = {shape}", tuple(scales.shape))
-    return StoredWeight("fp8", block, values, check_scales("scale_inv", scales))
+    return StoredWeight(f"fp8 {block[0]} {block[1]}", values, check_scales("scale_inv", scales))
 
 
 def _quantize(numbers: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """To the nearest; a block's largest magnitude becomes 448."""
     by_block, largest = largest_of(numbers, block)
-    scales = (largest / LARGEST).where(largest > 0, 1.0)
-    values = (by_block / scales).clamp_(-LARGEST, LARGEST).view_as(numbers)
+    scales = (largest / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)  # so that 0 is divided by a number
+    values = (by_block / scales).view_as(numbers)
     return values.to(torch.float8_e4m3fn), scales.squeeze((1, 3))
 
 

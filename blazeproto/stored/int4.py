@@ -50,7 +50,7 @@ def int4(packed: Tensor, scales: Tensor, zeros: Tensor | None = None, *, group: 
         require(out % PACKED == 0, "zeros", f"None, or out a multiple of {PACKED}", f"out = {out}")
         shape = experts, out // PACKED, width // group
         require(zeros.shape == shape, "zeros", f"shape (E, out / 8, in / group) = {shape}", tuple(zeros.shape))
-    return StoredWeight("int4", (1, group), values.view(torch.uint8), scales, zeros)
+    return StoredWeight(f"int4 1 {group}", values.view(torch.uint8), scales, zeros)
 
 
 def _zeros(packed: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from blazeproto.runtime.checks import instance, one_of, require
-from blazeproto.stored.weight import FORMATS, StoredWeight, check_block, put_together, quantize
+from blazeproto.stored.weight import FORMATS, StoredWeight, check_block, quantize
 
 
 def store(module: Any, names: Sequence[str], storage: str, *, transposed: bool = False) -> None:
@@ -36,7 +36,7 @@ def store(module: Any, names: Sequence[str], storage: str, *, transposed: bool =
             t.to("meta").repeat(len(weight), weight.shape[1] // rows, weight.shape[2] // columns)
             for t in one.tensors[:2]
         )
-        made[name] = put_together(one.how, next(new), next(new), None) if weight.is_meta else one
+        made[name] = StoredWeight(one.how, next(new), next(new)) if weight.is_meta else one
     for name, stored in made.items():
         hold(module, name, stored)
 
@@ -61,18 +61,18 @@ def held(module: Any, name: str) -> Any:
         if scales is None or weight.dtype != torch.float8_e4m3fn or hasattr(weight, "placements"):
             return weight
         rows, columns = module.block_size or weight.shape[1:]
-        stored = put_together(f"fp8 {rows} {columns}", weight.detach(), scales.detach(), None)
+        stored = StoredWeight(f"fp8 {rows} {columns}", weight.detach(), scales.detach())
         return stored if (rows * scales.shape[1], columns * scales.shape[2]) == weight.shape[1:] else weight
     (how, dtype), zeros = module.stored[name], getattr(module, f"{name}_zeros")
     format = how.split()[0]
     values = weight.view(torch.float8_e4m3fn) if format == "fp8" else weight.flatten(2)
     scales = getattr(module, f"{name}_{FORMATS[format].scales}").view(dtype)
-    return put_together(how, values, scales, None if zeros is None else zeros.view(torch.int32))
+    return StoredWeight(how, values, scales, None if zeros is None else zeros.view(torch.int32))
 
 
 def _check_state(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Others than bytes would be cast to bytes."""
-    for name, (how, _) in module.stored.items():
-        t = state.get(prefix + name)
-        fits = t is None or t.dtype == torch.uint8
-        require(fits, prefix + name, f"bytes of {how!r}, as the layer stores it", getattr(t, "dtype", None))
+    for weight, (how, _) in module.stored.items():
+        for name in (weight, f"{weight}_{FORMATS[how.split()[0]].scales}"):
+            dtype = getattr(state.get(prefix + name), "dtype", torch.uint8)
+            require(dtype == torch.uint8, prefix + name, f"bytes of {how!r}, as the layer stores it", dtype)

@@ -49,13 +49,13 @@ def mxfp4(blocks: Tensor, scales: Tensor) -> StoredWeight:
     require(scales.shape == shape, "scales", f"shape (E, out, in / 32) = {shape}", tuple(scales.shape))
     largest = int(scales.max())
     require(largest <= LARGEST_SCALE, "scales", f"bytes up to {LARGEST_SCALE}, or bf16 overflows", largest)
-    return StoredWeight("mxfp4", (1, BLOCK), values, scales.view(torch.float8_e8m0fnu))
+    return StoredWeight(f"mxfp4 1 {BLOCK}", values, scales.view(torch.float8_e8m0fnu))
 
 
 def _quantize(numbers: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """To the nearest, ties to even; a scale is the largest magnitude's power of two over 4, so magnitudes above 6 become 6."""
     by_block, largest = largest_of(numbers, block)
-    exponent = (largest.frexp().exponent - 3).clamp(-127, LARGEST_SCALE - 127)
+    exponent = (largest.frexp().exponent - 3).clamp_min(-127)
     magnitudes = torch.ldexp(by_block.abs(), -exponent).view_as(numbers)
     between = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=numbers.device)
     codes = torch.bucketize(magnitudes, between)  # of two as near, the lower

@@ -79,7 +79,7 @@ def nf4(
     if nested is not None:
         absmax = _expanded(absmax, nested)
     scales = check_scales("absmax", absmax).view(experts, out, width // block)
-    return StoredWeight("nf4", (1, block), values.view(experts, out, width // 2), scales)
+    return StoredWeight(f"nf4 1 {block}", values.view(experts, out, width // 2), scales)
 
 
 def _expanded(absmax: Tensor, nested: Nested) -> Tensor:
@@ -90,7 +90,8 @@ def _expanded(absmax: Tensor, nested: Nested) -> Tensor:
     require(code.numel() == 256, "nested.code", "256 numbers", code.numel())
     require(outer.numel() == count, "nested.absmax", f"{count}, one for each 256 of absmax", outer.numel())
     scales = outer.flatten().repeat_interleave(256)[: absmax.numel()]
-    offset = torch.as_tensor(nested.offset, dtype=torch.float32, device=absmax.device)
+    offset = torch.as_tensor(nested.offset, dtype=torch.float32, device=absmax.device).detach()
+    require(offset.numel() == 1, "nested.offset", "one number", tuple(offset.shape))
     return code.flatten().index_select(0, absmax.int()) * scales + offset
 
 

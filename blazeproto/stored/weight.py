@@ -54,20 +54,28 @@ class StoredWeight:
     experts a to b without a copy.
 
     Fields:
-        format: a name of `blazeproto.stored.FORMATS`.
-        block: the rows and columns of the numbers that share a scale.
+        how: ``format`` and ``block`` as one string, "nf4 1 64".
         values: (E, out, in / 2) uint8, or (E, out, in) e4m3.
         scales: (E, out / rows, in / columns).
         zeros: (E, out / 8, in / columns) int32, the zero points of int4; None without.
     """
 
-    format: str
-    block: tuple[int, int]
+    how: str  # torch.compile holds strings constant, but may make ints dynamic
     values: Tensor
     scales: Tensor
     zeros: Tensor | None = None
     dtype: ClassVar[torch.dtype] = torch.bfloat16  # of its numbers, decoded
     requires_grad: ClassVar[bool] = False  # none of its tensors does
+
+    @property
+    def format(self) -> str:
+        """A name of `blazeproto.stored.FORMATS`."""
+        return self.how.split()[0]
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """The rows and columns of the numbers that share a scale."""
+        return int(self.how.split()[1]), int(self.how.split()[2])
 
     @property
     def shape(self) -> torch.Size:
@@ -89,11 +97,6 @@ class StoredWeight:
         """The bytes of values, scales and zero points."""
         return sum(0 if t is None else t.nbytes for t in self.tensors)
 
-    @property
-    def how(self) -> str:
-        """Format and block in words that `put_together` reads."""
-        return " ".join((self.format, *map(str, self.block)))
-
     def dim(self) -> int:
         """3, as of a tensor."""
         return 3
@@ -106,7 +109,7 @@ class StoredWeight:
 
     def to(self, device: torch.device | str | int) -> "StoredWeight":
         """The same weight on another device."""
-        return self._map(lambda t: t.to(device))
+        return self._map(lambda t: t.to(device=device))
 
     def decode(self, expert: int | None = None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """The numbers, rounded to bf16: (out, in) of one expert, or (E, out, in) of all.
@@ -142,12 +145,6 @@ def logical_shape(format: str, values: Any) -> torch.Size:
     return torch.Size((*experts_and_rows, width * 8 // FORMATS[format].element.bits))
 
 
-def put_together(how: str, values: Tensor, scales: Tensor, zeros: Tensor | None) -> StoredWeight:
-    """The weight of these tensors, unchecked.  how: `StoredWeight.how`."""
-    format, rows, columns = how.split()
-    return StoredWeight(format, (int(rows), int(columns)), values, scales, zeros)
-
-
 def quantize(weight: Tensor, format: str, block: tuple[int, int] | None = None) -> StoredWeight:
     """Quantize a weight expert by expert, with copies of one expert beside the result.
 
@@ -160,17 +157,19 @@ def quantize(weight: Tensor, format: str, block: tuple[int, int] | None = None) 
     require(isinstance(format, str) and format in FORMATS, "format", f"one of {', '.join(FORMATS)}", repr(format))
     block = FORMATS[format].block if block is None else block
     check_dense("weight", weight, (torch.bfloat16, torch.float16, torch.float32, torch.float64))
-    fits = weight.dim() == 3 and 0 not in weight.shape
-    require(fits, "weight", "shape (E, out, in), none of them 0", tuple(weight.shape))
+    require(
+        weight.dim() == 3 and 0 not in weight.shape, "weight", "shape (E, out, in), none of them 0", tuple(weight.shape)
+    )
     check_block("block", block, weight.shape, format)
     places: list[Tensor] = []
     for expert, one in enumerate(weight.detach()):
-        require(bool(one.isfinite().all()), "weight", "finite numbers", f"NaN or Inf in expert {expert}")
+        finite = bool(one.bfloat16().isfinite().all())
+        require(finite, "weight", "numbers that are finite in bf16", f"NaN, Inf or larger ones in expert {expert}")
         made = FORMATS[format].quantize(one.float().contiguous(), block)
         places = places or [t.new_empty(len(weight), *t.shape) for t in made]
         for place, t in zip(places, made, strict=True):
             place[expert] = t
-    return StoredWeight(format, block, *places)
+    return StoredWeight(f"{format} {block[0]} {block[1]}", *places)
 
 
 # ---- what the formats share --------------------------------------------------------------------------------------
@@ -211,7 +210,8 @@ def check_tensor(name: str, t: Any, dtypes: tuple[torch.dtype, ...], like: Tenso
     check_dense(name, t, dtypes)
     require(not t.requires_grad, name, "a tensor without requires_grad: stored weights are frozen", "one with it")
     require(t.is_contiguous(), name, "a contiguous tensor, as the checkpoint has it", f"strides {t.stride()}")
-    require(t.data_ptr() % ALIGNMENT == 0, name, f"an address that is a multiple of {ALIGNMENT}", hex(t.data_ptr()))
+    aligned = t.is_cpu or t.data_ptr() % ALIGNMENT == 0  # safetensors maps tensors at any address of the host
+    require(aligned, name, f"an address that is a multiple of {ALIGNMENT}", hex(t.data_ptr()))
     require(like is None or t.device == like.device, name, "all tensors on one device", t.device)
     return t.detach()
 

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from blazeproto import stored
 from blazeproto.autograd import LowRank, grouped_experts
-from blazeproto.autograd.call import STORED
+from blazeproto.autograd.call import STORED, How
 from blazeproto.autograd.mlp import dispatched_mlp
 from blazeproto.autograd.options import Options
 from blazeproto.autograd.ranks import Arrived
@@ -109,6 +109,7 @@ def test_autocast():
         outs = case.forward(), plain.forward()
     assert outs[0].dtype == torch.bfloat16
     assert_same_bits(case.gradients(outs[0]), plain.gradients(outs[1]))
+    refuses(lambda: torch.autocast("cpu", torch.float16)(case.forward)(), "x")
 
 
 def test_a_lower_layer_has_its_gradient_through_two():
@@ -223,12 +224,29 @@ def test_operators_see_stored_weights():
     assert_same_bits(case.gradients(compiled()), made)
 
 
+def test_compiled_for_other_blocks():
+    """Weights are arguments; the second call's differ in their block alone."""
+    case, call = stored_case("nf4")[0], lambda up: case.forward(gate_up_proj=up)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+    for block in ((1, 64), (1, 32)):
+        assert torch.equal(compiled(up := stored.quantize(torch.randn(5, 128, 128), "nf4", block)), call(up))
+
+
 # ---- what is refused ---------------------------------------------------------------------------------------------
 
 REFUSED = {
     "hopper": ("backend", {"backend": "hopper"}),
     "ampere": ("backend", {"backend": "ampere"}),
-    "fp8": ("precision", {"precision": "fp8", "up_factors": None, "down_factors": None}),
+    "fp8": (
+        "precision",
+        {
+            "precision": "fp8",
+            "up_factors": None,
+            "down_factors": None,
+            "gate_up_proj": stored.quantize(torch.randn(5, 256, 128), "nf4"),  # sizes that fp8 takes
+            "down_proj": stored.quantize(torch.randn(5, 128, 128), "nf4"),
+        },
+    ),
     "fp16": ("x", {"x": torch.zeros(37, 128, dtype=torch.float16)}),
     "another device": ("down_proj", {"down_proj": stored.quantize(torch.randn(5, 128, 64), "nf4").to("meta")}),
     "another shape": ("down_proj", {"down_proj": stored.quantize(torch.randn(5, 64, 64), "nf4")}),
@@ -244,6 +262,7 @@ def test_refusals(what):
 
 
 def test_no_gpu_runs_kernels_of_stored_weights():
+    assert all(How(Options(), **{which: "nf4 1 64"}).needs == STORED for which in ("up_stored", "down_stored"))
     for capability in ((8, 0), (9, 0), (12, 0)):
         lacks = {name: missing(capability, name=name, needs=STORED) for name in ("auto", "hopper", "ampere")}
         assert lacks["auto"] == "kernels that every backend lacks: stored weights"

@@ -110,13 +110,15 @@ def test_int4_by_group_and_zero(group, dtype, with_zeros):
     """compressed-tensors' order: (q - z) in the scale's dtype, times the scale; each code meets each zero point."""
     experts, out, groups = 2, 64, 4
     codes = np.broadcast_to(np.arange(group * groups) % 16, (experts, out, group * groups))
-    zeros = np.broadcast_to(np.arange(out)[:, None] % 16, (experts, out, groups)) if with_zeros else None
+    each = np.arange(experts)[:, None, None] + np.arange(out)[:, None]
+    zeros = np.broadcast_to(each % 16, (experts, out, groups)) if with_zeros else None
     scales = (torch.rand(experts, out, groups) + 0.01).to(dtype)
     packed_zeros = None if zeros is None else int32s(zeros.transpose(0, 2, 1)).mT.contiguous()
     weight = stored.int4(int32s(codes), scales, packed_zeros, group=group)
     shifted = codes - (8 if zeros is None else zeros.repeat(group, 2))
-    expected = torch.from_numpy(shifted).to(dtype) * scales.repeat_interleave(group, 2)
-    assert_decodes_to(weight, expected.float().numpy())
+    expected = (torch.from_numpy(shifted).to(dtype) * scales.repeat_interleave(group, 2)).float().numpy()
+    assert_decodes_to(weight, expected)
+    assert_decodes_to(weight[1:], expected[1:])
 
 
 # ---- the object --------------------------------------------------------------------------------------------------
@@ -158,14 +160,20 @@ def test_slices_copies_and_devices(weight):
         and weight[1:].values.data_ptr() != weight.values.data_ptr()
     )
     assert torch.equal(torch.stack([*weight]), weight.decode()) and torch.equal(weight[-1], weight[2])
-    assert torch.equal(weight.decode(1, torch.float64), weight[1].double())
+    assert (
+        torch.equal(wide := weight.decode(1, torch.float64), weight[1].double())
+        and wide.dtype == weight.decode(dtype=torch.float64).dtype == torch.float64
+    )
     for other in (copy.deepcopy(weight), saved_and_loaded(weight), weight.to("cpu")):
         assert torch.equal(other.decode(), weight.decode())
     assert weight.to("meta").device.type == "meta" and weight.format in repr(weight) and "(3, 128, 256)" in repr(weight)
-    with pytest.raises(IndexError):
-        weight.decode(3)
-    with pytest.raises(AttributeError):
-        weight.scales = None
+    for error, call in (
+        (IndexError, lambda: weight.decode(3)),
+        (AttributeError, lambda: setattr(weight, "scales", None)),
+        (TypeError, lambda: weight.to(torch.float16)),
+    ):
+        with pytest.raises(error):
+            call()
 
 
 def test_bytes_of_formats(weight):
@@ -184,6 +192,7 @@ def test_quantizing_takes_the_nearest_code(format):
     codes = scales[..., None] * torch.tensor(numbers, dtype=torch.float32)
     error = (made.decode(dtype=torch.float32) - weight).abs()
     nearest = (codes - weight[..., None]).abs().amin(-1)
+    assert format != "int4" or torch.equal(made.scales, (weight.unflatten(2, (-1, 32)).abs().amax(-1) / 7.5).bfloat16())
     assert (error <= nearest + 2**-8 * codes.abs().amax(-1)).all()
 
 
@@ -192,7 +201,34 @@ def test_what_a_format_can_say_is_kept(weight):
     again = stored.quantize(weight.decode(), weight.format, weight.block)
     off = (again.decode().float() - weight.decode().float()).norm() / weight.decode().float().norm()
     assert off <= {"mxfp4": 0, "nf4": 0.005, "int4": 0.1, "fp8": 0.005}[weight.format]
-    assert not stored.quantize(torch.zeros(SHAPE), weight.format).decode().any()
+    assert not stored.quantize(torch.zeros(SHAPE), weight.format).decode().view(torch.int16).any()
+
+
+def test_quantizing_keeps_every_number_of_mxfp4():
+    """All scales, -0 too."""
+    codes = nibbles(np.broadcast_to(np.arange(32) % 16, (1, 253, 32)))
+    again = stored.quantize(
+        stored.mxfp4(codes, scales := torch.arange(253, dtype=BYTE).view(1, 253, 1)).decode(), "mxfp4"
+    )
+    assert torch.equal(again.values, codes) and torch.equal(again.scales.view(BYTE), scales)
+
+
+def test_ties_of_mxfp4():
+    """The even one of two codes as near; beyond the largest, the largest."""
+    given = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 7.5, -0.75, *23 * [0]]).view(1, 1, 32)
+    assert stored.quantize(given, "mxfp4").decode().flatten()[:9].tolist() == [0, 1, 1, 2, 2, 4, 4, 6, -1]
+
+
+def test_quantizing_takes_magnitudes_whose_scale_would_be_0(weight):
+    made = stored.quantize(torch.zeros(SHAPE).index_fill_(2, torch.tensor(0), 1e-44), weight.format)
+    assert made.decode().isfinite().all()
+
+
+def test_values_may_lie_anywhere_on_a_cpu():
+    """safetensors maps a file, in which a tensor may begin at any byte."""
+    weight = nf4(values := torch.randint(256, (513,), dtype=BYTE)[1:], absmax := torch.rand(17)[1:])
+    assert weight.values.data_ptr() == values.data_ptr()
+    assert torch.equal(weight.decode(), nf4(values.clone(), absmax.clone()).decode())
 
 
 BYTE, WORD, FLOAT = torch.uint8, torch.int32, torch.float32
@@ -220,7 +256,6 @@ def fp8(weight=zeros(2, 128, 256).to(torch.float8_e4m3fn), scale_inv=zeros(2, 1,
 
 NAN_CODE = torch.full((2, 128, 256), 0xFF, dtype=BYTE).view(torch.float8_e4m3fn)
 WORDS = zeros(2, 4, 8, dtype=WORD)
-INSIDE = torch.zeros(1025, dtype=BYTE)[1:].view(512, 2)
 VALUES = {  # the argument that is named -> calls
     "blocks": [
         lambda: mxfp4(blocks=zeros(2, 8, 32, dtype=BYTE)[..., ::2]),
@@ -239,7 +274,6 @@ VALUES = {  # the argument that is named -> calls
     "packed": [
         lambda: nf4(packed=zeros(511, 1, dtype=BYTE)),
         lambda: int4(zeros(8, 8, dtype=WORD)),
-        lambda: nf4(INSIDE),
     ],
     "absmax": [
         lambda: nf4(absmax=zeros(15)),
@@ -253,6 +287,7 @@ VALUES = {  # the argument that is named -> calls
         lambda: fp8(block=128),
         lambda: stored.quantize(zeros(2, 8, 64), "mxfp4", (1, 64)),
         lambda: stored.quantize(zeros(2, 8, 48), "nf4"),
+        lambda: nf4(absmax=zeros(4), shape=(2, 2, 256), block=256),
     ],
     "shape": [lambda: nf4(shape=(2, 512)), lambda: nf4(shape=None)],
     "group": [lambda: int4(group=48), lambda: int4(group=0)],
@@ -262,17 +297,26 @@ VALUES = {  # the argument that is named -> calls
     ],
     "weight": [
         lambda: fp8(weight=NAN_CODE),
+        lambda: fp8(weight=(NAN_CODE.view(BYTE) - 128).view(NAN_CODE.dtype)),
         lambda: fp8(weight=NAN_CODE[0]),
         lambda: stored.quantize(zeros(8, 64), "nf4"),
+        lambda: stored.quantize(zeros(0, 8, 64), "nf4"),
         lambda: stored.quantize(zeros(2, 8, 64) + float("inf"), "nf4"),
+        lambda: stored.quantize(zeros(2, 8, 64) + 3.4e38, "nf4"),  # inf in bf16
+        lambda: stored.quantize(zeros(2, 8, 64).double() + 1e300, "int4"),
     ],
     "scale_inv": [lambda: fp8(scale_inv=zeros(2, 2, 1)), lambda: fp8(scale_inv=zeros(2, 1, 2) - 1)],
     "format": [lambda: stored.quantize(zeros(2, 8, 64), "fp4"), lambda: stored.quantize(zeros(2, 8, 64), None)],
     "nested.code": [lambda: nf4(absmax=zeros(16, dtype=BYTE), nested=Nested(zeros(16), zeros(1), 0.0))],
     "nested.absmax": [lambda: nf4(absmax=zeros(16, dtype=BYTE), nested=Nested(zeros(256), zeros(2), 0.0))],
+    "nested.offset": [lambda: nf4(absmax=zeros(16, dtype=BYTE), nested=Nested(zeros(256), zeros(1), zeros(16)))],
 }
 TYPES = {
-    "blocks": [lambda: mxfp4(blocks=zeros(2, 8, 2, 16)), lambda: mxfp4(blocks=None)],
+    "blocks": [
+        lambda: mxfp4(blocks=zeros(2, 8, 2, 16)),
+        lambda: mxfp4(blocks=None),
+        lambda: mxfp4(blocks=zeros(2, 8, 32, dtype=BYTE).as_subclass(type("Sharded", (Tensor,), {"placements": ()}))),
+    ],
     "scales": [lambda: int4(scales=zeros(2, 8, 2).half()), lambda: mxfp4(scales=zeros(2, 8, 2))],
     "packed": [lambda: nf4(packed=zeros(512)), lambda: int4(packed=zeros(2, 8, 8, dtype=torch.int64))],
     "absmax": [lambda: nf4(absmax=zeros(16, dtype=BYTE)), lambda: nf4(absmax=zeros(16).double())],

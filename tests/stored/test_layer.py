@@ -47,7 +47,11 @@ X = torch.randn(24, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
 def test_a_layer_computes_what_its_decoded_weights_compute(storage):
     layer = layer_of(storage, bias=True)
     assert_same_bits(results(layer, X), results(decoded(layer), X))
-    assert layer.runs_on().startswith("torch: ") and f"gate_up_proj stored as '{storage}" in repr(layer)
+    assert (
+        layer.kernel_needs == ("stored weights",)
+        and layer.runs_on().startswith("torch: ")
+        and f"gate_up_proj stored as '{storage}" in repr(layer)
+    )
     plain = layer_of(None, bias=True)
     assert torch.equal(layer.down_proj_weight.decode(), stored.quantize(plain.down_proj, storage).decode())
     assert layer.saved_bytes(24) == decoded(layer).requires_grad_(False).saved_bytes(24)
@@ -67,7 +71,8 @@ def test_state_copies_and_casts_keep_the_bits(storage):
     other = MoE(*SIZES, storage=storage, dtype=torch.bfloat16)
     other.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
     torch.save(layer, whole := io.BytesIO())
-    on_meta = layer_of(storage, device="meta").to_empty(device="cpu")
+    with torch.device("meta"):
+        on_meta = MoE(*SIZES, storage=storage, dtype=torch.bfloat16).to_empty(device="cpu")
     on_meta.load_state_dict(state)
     made = (other, copy.deepcopy(layer), torch.load(io.BytesIO(whole.getvalue()), weights_only=False), on_meta)
     for each in (*made, copy.deepcopy(layer).double().bfloat16()):
@@ -114,6 +119,8 @@ def test_training_changes_no_weight():
 def test_what_is_refused():
     layer = layer_of("fp8")
     refuses(lambda: layer.load_state_dict(layer_of(None).state_dict()), "gate_up_proj")
+    in_e8m0 = {"down_proj_scales": torch.ones(4, 128, 4).to(torch.float8_e8m0fnu)}
+    refuses(lambda: layer_of("mxfp4").load_state_dict(in_e8m0), "down_proj_scales")
     refuses(lambda: layer.store_weights("nf4"), "storage")
     with pytest.raises(RuntimeError, match=r"(?s)Missing key.*up_proj_scale.*Unexpected key.*up_proj_absmax"):
         layer_of("int4").load_state_dict(layer_of("nf4").state_dict())  # of the same sizes
