@@ -50,6 +50,18 @@ def _limited_of_act_fn(experts: nn.Module) -> str | None:
     return _with("limited_swiglu", limit="limit")(experts) if _act_fn(experts) == "silu" else None
 
 
+def _of_fp8(experts: nn.Module) -> str | None:
+    """The gate of transformers' fp8 experts, if none of its parameters is set."""
+    return (
+        None
+        if any(
+            getattr(experts, name, None) is not None
+            for name in ("gate_softcap", "swiglu_alpha", "swiglu_limit", "limit")
+        )
+        else _glu_of_act_fn(experts)
+    )
+
+
 def _softcapped(experts: nn.Module) -> str | None:
     """Inkling's gate, whose act_fn is a module of its own file that takes gate and up."""
     if full_name(type(experts.act_fn)) != full_name(type(experts)).replace("Experts", "SoftcappedSwiGLU"):
@@ -82,9 +94,10 @@ MODELS: dict[str, Callable[[nn.Module], str | None]] = {  # the gates of transfo
         "clamped_swiglu", limit="limit", alpha="alpha"
     ),
 }
-GATES = {DEFAULT_GATE: _glu_of_act_fn} | {
-    f"transformers.models.{name}._apply_gate": gate for name, gate in MODELS.items()
-}
+GATES = {
+    DEFAULT_GATE: _glu_of_act_fn,
+    "transformers.integrations.finegrained_fp8.FP8Experts._apply_gate": _of_fp8,
+} | {f"transformers.models.{name}._apply_gate": gate for name, gate in MODELS.items()}
 
 
 def gate_name(experts: Any) -> str:

@@ -23,7 +23,10 @@ from torch import Tensor, nn
 
 from blazeproto.autograd import LowRank
 from blazeproto.integrations import transformers
+from blazeproto.runtime.checks import require
 from blazeproto.runtime.optional import look, need
+from blazeproto.stored.module import held
+from blazeproto.stored.weight import StoredWeight
 
 __all__ = ["REFUSED", "explain", "register"]
 
@@ -44,7 +47,7 @@ _METHODS: dict[str, tuple[int, tuple[str, ...]] | None] = {
         **dict.fromkeys(("get_base_layer", "get_param", "unmerge"), (1, ())),
         **dict.fromkeys(("merged", "disable_adapters", "active_adapters"), None),
     }.items()
-}
+} | {"peft.tuners.lora.model:LoraModel._check_merge_allowed": (1, ())}
 
 # --- Which code path -----------------------------------------------------------------------------------------------------
 
@@ -98,7 +101,7 @@ def explain(model: nn.Module) -> dict[str, str]:
 # --- Factors -------------------------------------------------------------------------------------------------------------
 
 
-def _factors(wrapper: Any) -> LowRank | None:
+def factors(wrapper: Any) -> LowRank | None:
     """The active adapters of a wrapper side by side; None where none act, or they are merged into the weight."""
     if wrapper.disable_adapters and wrapper.merged:
         wrapper.unmerge()  # as peft does
@@ -134,14 +137,39 @@ def _handing_factors_in(of_peft: Callable[..., Tensor]) -> Callable[..., Tensor]
     """A wrapper's forward, in place of peft's."""
 
     def forward(self: Any, x: Tensor, *args: Any, low_rank: Any = None, **kwargs: Any) -> Tensor:
-        if low_rank is None and ("adapter_names" in kwargs or _why_peft(self) is not None):
+        if low_rank is None and (why := "adapter_names" if "adapter_names" in kwargs else _why_peft(self)):
+            require(not transformers.is_stored(self.get_base_layer()), "adapters", "factors beside stored experts", why)
             return of_peft(self, x, *args, **kwargs)
         up, down = low_rank or (None, None)
-        low_rank = (up, _factors(self)) if self.parameter_name == "down_proj" else (_factors(self), down)
+        low_rank = (up, factors(self)) if self.parameter_name == "down_proj" else (factors(self), down)
         made: Tensor = self.base_layer(x, *args, low_rank=low_rank, **kwargs)
         return made
 
     return forward
+
+
+def _get_param(wrapper: Any) -> Any:
+    """A wrapper's get_param: of a stored weight two bytes with the shape, dtype and device that adapters need."""
+    experts = wrapper.get_base_layer()
+    if not isinstance(weight := held(experts, wrapper.parameter_name), StoredWeight):
+        return weight
+    whole = torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+    return whole.mT if experts.is_transposed else whole
+
+
+def _refusing_to_merge(of_peft: Callable[..., None]) -> Callable[..., None]:
+    """A model's check before it merges adapters of any layer: merging would add to a stored weight's bytes."""
+
+    def check(self: Any) -> None:
+        require(
+            not any(map(transformers.is_stored, self.model.modules())),
+            "merge",
+            "experts that are not stored",
+            "stored ones",
+        )
+        of_peft(self)
+
+    return check
 
 
 # --- Registering ---------------------------------------------------------------------------------------------------------
@@ -152,7 +180,8 @@ def register() -> None:
     it was called before, whose precision then stays.
 
     Once a process, before or after a model is made; again is harmless. It replaces the forward of peft's ``ParamWrapper``, which
-    does as before wherever the experts implementation is not "blazeproto". peft, ``tuners/lora/layer.py``.
+    does as before wherever the experts implementation is not "blazeproto", and for stored weights ``get_param`` and the check
+    before merging. peft, ``tuners/lora/layer.py``.
 
     Raises:
         ImportError: peft is missing, not of a version from 0.20 on, or without what this uses of it; or transformers, likewise.
@@ -165,6 +194,9 @@ def register() -> None:
     if transformers.NAME not in ALL_EXPERTS_FUNCTIONS:
         transformers.register()
     from peft.tuners.lora.layer import ParamWrapper
+    from peft.tuners.lora.model import LoraModel
 
     if ParamWrapper.forward.__module__ != __name__:
         ParamWrapper.forward = _handing_factors_in(ParamWrapper.forward)
+        ParamWrapper.get_param = _get_param
+        LoraModel._check_merge_allowed = _refusing_to_merge(LoraModel._check_merge_allowed)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from blazeproto.autograd import Dispatcher, LowRank, Options, moe_mlp
 from blazeproto.autograd.backends import what_runs
+from blazeproto.autograd.call import STORED
 from blazeproto.autograd.checks import FLOAT_DTYPES, why_refused
 from blazeproto.autograd.mlp import dispatched_mlp
 from blazeproto.autograd.operators import autocast_dtype
@@ -35,6 +36,8 @@ from blazeproto.gemm.recipe import Recipe, name_of
 from blazeproto.integrations.gates import DEFAULT_GATE, activation_of, full_name, gate_name
 from blazeproto.runtime.checks import require
 from blazeproto.runtime.optional import look, need
+from blazeproto.stored.module import held
+from blazeproto.stored.weight import StoredWeight
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
@@ -63,14 +66,19 @@ QUANTISERS = ("torchao.", "bitsandbytes.")  # packages whose tensors are not wha
 
 
 def _tensors(experts: Any) -> list[Tensor]:
-    """The module's weights and biases as they lie."""
-    return [getattr(experts, name) for name in _names(experts)]
+    """The module's weights and biases as they lie, or stored."""
+    return [held(experts, name) for name in _names(experts)]
+
+
+def is_stored(experts: Any) -> bool:
+    """Whether a module is one of experts with a stored weight."""
+    return hasattr(experts, "is_transposed") and any(isinstance(t, StoredWeight) for t in _tensors(experts))
 
 
 def _weights(experts: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Up (E, 2n, d) or (E, n, d), down (E, d, n), and their biases."""
     up, down, *biases = _tensors(experts)
-    up, down = (up.mT, down.mT) if experts.is_transposed else (up, down)
+    up, down = (w.mT if experts.is_transposed and isinstance(w, Tensor) else w for w in (up, down))
     up_bias, down_bias = biases or (None, None)
     return up, down, up_bias, down_bias
 
@@ -92,7 +100,9 @@ def _is_watched(act_fn: Any) -> bool:
 
 
 def _quantised(experts: nn.Module) -> bool:
-    return any(t.dtype not in FLOAT_DTYPES or full_name(type(t)).startswith(QUANTISERS) for t in _tensors(experts))
+    return getattr(experts, "activation_scheme", "dynamic") != "dynamic" or any(  # that scheme is fp8's
+        t.dtype not in FLOAT_DTYPES or full_name(type(t)).startswith(QUANTISERS) for t in _tensors(experts)
+    )
 
 
 def _offloaded(experts: nn.Module) -> bool:
@@ -105,6 +115,10 @@ def _offloaded(experts: nn.Module) -> bool:
 REFUSED: dict[str, tuple[Callable[[nn.Module], bool], str]] = {
     "offloaded": (_offloaded, "weights on the device while the model is trained or run: load it without offloading"),
     "quantised": (_quantised, "weights in bfloat16, float16, float32 or float64: dequantise them, or use another one"),
+    "stored": (
+        lambda experts: is_stored(experts) and _why_grouped_mm(experts) is not None,
+        "stored experts in a module that runs in place, with biases in bfloat16 and no hook on act_fn",
+    ),
 }
 """What is refused: how it is recognised in an experts module, and what was expected instead."""
 
@@ -117,13 +131,6 @@ def _refuse(experts: nn.Module) -> None:
                 f'experts_implementation="{NAME}": {type(experts).__name__} has {what} experts; expected {expected}; '
                 f"got {weight.dtype} on {weight.device}"
             )
-
-
-def _refuse_fp8(experts: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    """What transformers' fine-grained FP8 experts get, which have a registry of their own."""
-    raise ValueError(
-        f'experts_implementation="{NAME}": {type(experts).__name__} has quantised experts (FP8), not supported'
-    )
 
 
 # --- Which code path ----------------------------------------------------------------------------------------------------------
@@ -191,7 +198,7 @@ def _our_path(experts: Any) -> str:
         return f"refused: {why}"
     dtype = autocast_dtype(down.device.type) or down.dtype
     dispatcher = getattr(experts, "dispatcher", None)
-    backend = what_runs("auto", down.device, dtype, *down.shape)
+    backend = what_runs("auto", down.device, dtype, *down.shape, needs=STORED * is_stored(experts))
     notes = (precision != "bf16", precision), (backend == "hopper", "batch-invariant"), (dispatcher, str(dispatcher))
     return f"in place ({', '.join([backend, *(note for holds, note in notes if holds)])})"
 
@@ -285,9 +292,8 @@ def expert_parallel(
             f'experts that run in place with "{NAME}"',
             f"{name or 'some'}: {path}",
         )
-        require(
-            not hasattr(experts, "dispatcher"), "model", "experts without a dispatcher", f"{name or 'some'}: {path}"
-        )
+        plain = not hasattr(experts, "dispatcher") and not is_stored(experts)
+        require(plain, "model", "experts without a dispatcher that are not stored", f"{name or 'some'}: {path}")
         mesh, num_experts = mesh_of(mesh_or_group, experts.down_proj.device.type), len(experts.down_proj)
         ranks = mesh.size(mesh.ndim - 1)
         require(
@@ -303,15 +309,16 @@ def expert_parallel(
     return model
 
 
-def register(*, precision: str | Recipe = "bf16") -> None:
+def register(*, precision: str | Recipe = "bf16", storage: str | None = None) -> None:
     """Give transformers the experts implementation "blazeproto". Once a process, before a model is made; again is harmless.
 
     Then ``from_pretrained(..., experts_implementation="blazeproto")``, or ``model.set_experts_implementation("blazeproto")``.
     Hugging Face transformers, ``integrations/moe.py``.  precision: of all such experts, see docs/fp8.md; LoRA's have bf16's.
+    storage: "mxfp4" loads gpt-oss's MXFP4 checkpoints as their bytes lie (docs/stored.md); None leaves them to transformers.
 
     Raises:
         ImportError: transformers is missing, not of a version 5 from 5.17 on, or without what this uses of it.
-        ValueError: no such precision.
+        ValueError: no such precision or storage.
     """
     need("transformers")
     look("transformers", _USES)
@@ -321,4 +328,7 @@ def register(*, precision: str | Recipe = "bf16") -> None:
     ALL_EXPERTS_FUNCTIONS.register(
         NAME, experts_forward if name_of(precision) == "bf16" else partial(experts_forward, precision="fp8")
     )
-    ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, _refuse_fp8)
+    ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    from blazeproto.integrations.stored import load_stored
+
+    load_stored(storage)

@@ -1,6 +1,6 @@
 """Stored weights in a module: values are a frozen parameter of bytes, scales and zero points are buffers of bytes.
 
-    gate_up_proj           uint8 (E, out, in / 2), of fp8 (E, out, in)
+    gate_up_proj           uint8 (E, out, in / 2), of fp8 (E, out, in), of a checkpoint in MXFP4 (E, out, in / 32, 16)
     gate_up_proj_scales    uint8: the bytes of (E, out / rows, in / columns) scales; _absmax of nf4, _scale of int4, _scale_inv of
                            fp8, so that no state loads into a layer of another format
     gate_up_proj_zeros     uint8: the bytes of int4's zero points; no entry for a weight without
@@ -15,21 +15,27 @@ import torch
 from torch import nn
 
 from blazeproto.runtime.checks import instance, one_of, require
-from blazeproto.stored.weight import FORMATS, StoredWeight, quantize
+from blazeproto.stored.weight import FORMATS, StoredWeight, check_block, quantize
 
 
-def store(module: Any, names: Sequence[str], storage: str) -> None:
+def store(module: Any, names: Sequence[str], storage: str, *, transposed: bool = False) -> None:
     """Quantize a module's weights (E, out, in) of these names in place, one expert at a time; on meta their shapes alone.
+    transposed: they lie as (E, in, out).
 
     Raises:
         TypeError, ValueError: a weight or the format does not fit, and the module is as it was.
     """
     one_of("storage", storage, tuple(FORMATS))
     require(not module.stored, "storage", "weights that are not stored", f"stored ones: {', '.join(module.stored)}")
-    weights, made = [getattr(module, name) for name in names], {}
+    weights, made = [getattr(module, name).mT if transposed else getattr(module, name) for name in names], {}
+    rows, columns = FORMATS[storage].block
     for name, weight in zip(names, weights, strict=True):
-        one = quantize(torch.zeros(1, *weight.shape[1:], device="cpu") if weight.is_meta else weight, storage)
-        new = (t.new_empty(len(weight), *t.shape[1:], device="meta") for t in (one.values, one.scales))
+        check_block("block", (rows, columns), weight.shape, storage)
+        one = quantize(torch.zeros(1, rows, columns, device="cpu") if weight.is_meta else weight, storage)
+        new = (
+            t.to("meta").repeat(len(weight), weight.shape[1] // rows, weight.shape[2] // columns)
+            for t in one.tensors[:2]
+        )
         made[name] = StoredWeight(one.how, next(new), next(new)) if weight.is_meta else one
     for name, stored in made.items():
         hold(module, name, stored)
@@ -47,13 +53,19 @@ def hold(module: Any, name: str, weight: StoredWeight) -> None:
 
 
 def held(module: Any, name: str) -> Any:
-    """A module's weight as `blazeproto.moe_mlp` takes it: a `StoredWeight`, or the parameter."""
+    """A module's weight as `blazeproto.moe_mlp` takes it: a `StoredWeight`, or the parameter. transformers' fp8 modules are
+    read as they are: e4m3, its scales and ``block_size``."""
     weight = getattr(module, name)
-    if name not in module.stored:
-        return weight
+    if name not in getattr(module, "stored", ()):
+        scales: Any = getattr(module, f"{name}_scale_inv", None)
+        if scales is None or weight.dtype != torch.float8_e4m3fn or hasattr(weight, "placements"):
+            return weight
+        rows, columns = module.block_size or weight.shape[1:]
+        stored = StoredWeight(f"fp8 {rows} {columns}", weight.detach(), scales.detach())
+        return stored if (rows * scales.shape[1], columns * scales.shape[2]) == weight.shape[1:] else weight
     (how, dtype), zeros = module.stored[name], getattr(module, f"{name}_zeros")
     format = how.split()[0]
-    values = weight.view(torch.float8_e4m3fn) if format == "fp8" else weight
+    values = weight.view(torch.float8_e4m3fn) if format == "fp8" else weight.flatten(2)
     scales = getattr(module, f"{name}_{FORMATS[format].scales}").view(dtype)
     return StoredWeight(how, values, scales, None if zeros is None else zeros.view(torch.int32))
 
