@@ -125,7 +125,8 @@ def experts(module: Any, wrapper: Any, name: str) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def export(model: Any, folder: Path) -> None:
-    """Write config.json, generation_config.json and model.safetensors."""
+    """Write config.json, generation_config.json and model.safetensors: a header and the tensors' bytes one after another, since
+    safetensors' own writer needs all of them in memory."""
     base, config = model.get_base_model(), copy.deepcopy(model.config)
     del config.quantization_config
     config.save_pretrained(folder)

@@ -25,7 +25,6 @@ from blazeproto.autograd import LowRank
 from blazeproto.integrations import transformers
 from blazeproto.runtime.checks import require
 from blazeproto.runtime.optional import look, need
-from blazeproto.stored.module import held
 from blazeproto.stored.weight import StoredWeight
 
 __all__ = ["REFUSED", "explain", "register"]
@@ -151,7 +150,7 @@ def _handing_factors_in(of_peft: Callable[..., Tensor]) -> Callable[..., Tensor]
 def _get_param(wrapper: Any) -> Any:
     """A wrapper's get_param: of a stored weight two bytes with the shape, dtype and device that adapters need."""
     experts = wrapper.get_base_layer()
-    if not isinstance(weight := held(experts, wrapper.parameter_name), StoredWeight):
+    if not isinstance(weight := transformers.weight_of(experts, wrapper.parameter_name), StoredWeight):
         return weight
     whole = torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
     return whole.mT if experts.is_transposed else whole

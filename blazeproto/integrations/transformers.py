@@ -65,9 +65,21 @@ _USES = {
 QUANTISERS = ("torchao.", "bitsandbytes.")  # packages whose tensors are not what their dtype says
 
 
+def weight_of(experts: Any, name: str) -> Any:
+    """A weight or bias as it lies, or a `StoredWeight`. fp8 modules of transformers hold e4m3, scales and ``block_size``."""
+    weight, scales = held(experts, name), getattr(experts, f"{name}_scale_inv", None)
+    if isinstance(weight, StoredWeight) or scales is None or weight.dtype != torch.float8_e4m3fn:
+        return weight
+    rows, columns = experts.block_size or weight.shape[1:]
+    whole = (rows * scales.shape[1], columns * scales.shape[2]) == weight.shape[1:] and not hasattr(
+        weight, "placements"
+    )
+    return StoredWeight(f"fp8 {rows} {columns}", weight.detach(), scales.detach()) if whole else weight
+
+
 def _tensors(experts: Any) -> list[Tensor]:
     """The module's weights and biases as they lie, or stored."""
-    return [held(experts, name) for name in _names(experts)]
+    return [weight_of(experts, name) for name in _names(experts)]
 
 
 def is_stored(experts: Any) -> bool:

@@ -53,16 +53,10 @@ def hold(module: Any, name: str, weight: StoredWeight) -> None:
 
 
 def held(module: Any, name: str) -> Any:
-    """A module's weight as `blazeproto.moe_mlp` takes it: a `StoredWeight`, or the parameter. transformers' fp8 modules are
-    read as they are: e4m3, its scales and ``block_size``."""
+    """A module's weight as `blazeproto.moe_mlp` takes it: a `StoredWeight`, or the parameter."""
     weight = getattr(module, name)
     if name not in getattr(module, "stored", ()):
-        scales: Any = getattr(module, f"{name}_scale_inv", None)
-        if scales is None or weight.dtype != torch.float8_e4m3fn or hasattr(weight, "placements"):
-            return weight
-        rows, columns = module.block_size or weight.shape[1:]
-        stored = StoredWeight(f"fp8 {rows} {columns}", weight.detach(), scales.detach())
-        return stored if (rows * scales.shape[1], columns * scales.shape[2]) == weight.shape[1:] else weight
+        return weight
     (how, dtype), zeros = module.stored[name], getattr(module, f"{name}_zeros")
     format = how.split()[0]
     values = weight.view(torch.float8_e4m3fn) if format == "fp8" else weight.flatten(2)
