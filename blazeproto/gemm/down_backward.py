@@ -10,7 +10,7 @@ from blazeproto.gemm import reduce
 from blazeproto.gemm.arguments import Array, LowRankTerm
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.formulas import Namespace
-from blazeproto.gemm.launch import Plan, dense_box
+from blazeproto.gemm.launch import Plan, dense_box, rows_box
 from blazeproto.gemm.product import (
     BOTH,
     PACKAGE,
@@ -169,8 +169,8 @@ def _plan(
         mn_major=not variant.transposed,
         columns=n,
         h=h_box(of_h, halves, where[0], (SLAB, BM, halves), element),
-        out0=h_box(of_h, halves, where[0], (SLAB, SLAB, 1), element),
-        out1=dense_box((moved, where[0]), (SLAB, SLAB), element),
+        out0=rows_box(h_box(of_h, halves, where[0], (SLAB, SLAB, 1), element)),
+        out1=rows_box(dense_box((moved, where[0]), (SLAB, SLAB), element)),
         biased=False,
     )
 

@@ -43,17 +43,32 @@ class Box(NamedTuple):
     """The box that one TMA instruction moves: ``box`` elements of a tensor of ``shape``, wherever it lies.
 
     Innermost dimension first, as TMA counts. ``strides`` are in bytes and leave out the innermost, which is contiguous.
+    before: bytes by which the map begins before the tensor (`rows_box`), or 0.
     """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
     element: Element = BF16
+    before: int = 0
 
 
 def dense_box(shape: tuple[int, ...], box: tuple[int, ...], element: Element = BF16) -> Box:
     """For a tensor without gaps; ``shape`` innermost first: (columns, rows) of a row-major (rows, columns) matrix."""
     return Box(shape, tuple(element.bytes * prod(shape[:dim]) for dim in range(1, len(shape))), box, element)
+
+
+def rows_box(tensor: Box) -> Box:
+    """The same tensor with its rows, dimension 1, counted by the sum of two coordinates, so that a copy may end at any row.
+
+    The first of the two has just a box's height, and TMA clips at its edge. The copy of ``there`` rows of a box from ``row`` on
+    begins at (height - there, row + there): the box's other rows lie past that edge, wherever the tensor goes on. Their sum is
+    ``row`` + height, so the map begins that much before the tensor.
+    """
+    (columns, rows, *shape), (row, *strides) = tensor.shape, tensor.strides
+    (width, height, *box), element = tensor.box, tensor.element
+    counts, boxes = (columns, height, rows + height, *shape), (width, height, 1, *box)
+    return Box(counts, (row, row, *strides), boxes, element, before=height * row)
 
 
 # --- Tensor maps -----------------------------------------------------------------------------------------------------
@@ -138,7 +153,8 @@ class Plan:
         self.kernel, self.on_target = kernel, is_target(device)
         if not kernel.arch.tensor_maps:
             for offset, box in self.boxes.items():
-                pack_into(f"{len(box.strides)}q", self.template, offset + 8, *box.strides)
+                strides = box.strides[1:] if box.before else box.strides
+                pack_into(f"{len(strides)}q", self.template, offset + 8, *strides)
 
     def fill(
         self, map_addresses: Sequence[int], words: Sequence[int]
@@ -157,9 +173,9 @@ class Plan:
         encode, replace = _tensor_maps()
         for (offset, box), address in zip(self.boxes.items(), map_addresses, strict=True):
             if self.encoded:
-                _tensor_map_call(replace, arguments.address + offset, address)
+                _tensor_map_call(replace, arguments.address + offset, address - box.before)
             else:
-                _tensor_map_call(encode, arguments.address + offset, *_description(box, address))
+                _tensor_map_call(encode, arguments.address + offset, *_description(box, address - box.before))
         self.words.pack_into(buffer, self.words_offset, *words)
         if not self.encoded:
             self.template[: self.words_offset] = buffer[: self.words_offset]
@@ -181,7 +197,8 @@ class Plan:
             self._pack(struct, map_addresses, words)
             return Handle(self.kernel, bytes(struct)), *self.launch[1:]
         self.words.pack_into(struct, self.words_offset, *words)
-        boxes = {at: (box, address) for (at, box), address in zip(self.boxes.items(), map_addresses, strict=True)}
+        placed = zip(self.boxes.items(), map_addresses, strict=True)
+        boxes = {at: (box, address - box.before) for (at, box), address in placed}
         return Handle(self.kernel, bytes(struct), boxes), *self.launch[1:]
 
 

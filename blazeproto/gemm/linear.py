@@ -16,7 +16,7 @@ from blazeproto.gemm.combine import slice_widths
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.e4m3 import BLOCK, Quantized, blocks
 from blazeproto.gemm.formulas import Namespace
-from blazeproto.gemm.launch import Plan, dense_box
+from blazeproto.gemm.launch import Plan, dense_box, rows_box
 from blazeproto.gemm.product import (
     BOTH,
     PACKAGE,
@@ -263,7 +263,7 @@ def plan(
     config: TileConfig,
     build: Build,
 ) -> Plan:
-    out = None if variant.fused else dense_box((columns, where[0]), (SLAB, SLAB))
+    out = None if variant.fused else rows_box(dense_box((columns, where[0]), (SLAB, SLAB)))
     made = kernel(config, variant, build)
     return rows_plan(made, config, where, shape, variant, mn_major=variant.transposed, columns=columns, out0=out)
 

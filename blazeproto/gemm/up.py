@@ -8,7 +8,7 @@ from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm.arguments import Array, LowRankTerm
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.formulas import Namespace
-from blazeproto.gemm.launch import Plan, dense_box
+from blazeproto.gemm.launch import Plan, dense_box, rows_box
 from blazeproto.gemm.product import (
     BOTH,
     PACKAGE,
@@ -135,8 +135,8 @@ def _plan(
         mn_major=variant.transposed,
         columns=width // halves,
         halves=halves,
-        out0=h_box(moved // halves, halves, where[0], (SLAB, SLAB, 1), element),
-        out1=dense_box((moved // wanted.halves, where[0]), (SLAB, SLAB), element),
+        out0=rows_box(h_box(moved // halves, halves, where[0], (SLAB, SLAB, 1), element)),
+        out1=rows_box(dense_box((moved // wanted.halves, where[0]), (SLAB, SLAB), element)),
     )
 
 

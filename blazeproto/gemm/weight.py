@@ -20,7 +20,7 @@ from blazeproto.gemm import quantize, weight_fp8
 from blazeproto.gemm.arguments import Array
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.e4m3 import Quantized
-from blazeproto.gemm.launch import Params, Plan, dense_box, num_sms, persistent_grid
+from blazeproto.gemm.launch import Params, Plan, dense_box, num_sms, persistent_grid, rows_box
 from blazeproto.gemm.product import (
     BOTH,
     PACKAGE,
@@ -294,8 +294,8 @@ def _plan(
     num_rows, _, device = where
     experts, outer, inner = shape
     (d, width), element = _widths(UP if variant.transposed else DOWN, shape), variant.element
-    ordered = dense_box((width, num_rows), (SLAB, BK), element) if num_rows else None
-    in_order = dense_box((d, num_rows), (SLAB, BK), element) if num_rows and not variant.gather else None
+    ordered = rows_box(dense_box((width, num_rows), (SLAB, BK), element)) if num_rows else None
+    in_order = rows_box(dense_box((d, num_rows), (SLAB, BK), element)) if num_rows and not variant.gather else None
     out = None if variant.f32 else dense_box((inner, outer, experts), (SLAB, SLAB, 1))
     gradient = Plan(
         kernel(config, variant, build),

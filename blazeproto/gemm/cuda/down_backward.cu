@@ -88,27 +88,12 @@ struct DownBackwardEpilogue : DownBackward<H_COLUMNS, false> {
         warpgroup_sync();
         MARK(BEGIN, STORE);
         const int first = ALTERNATING ? 2 * column : column;  // of the first plane's columns of H
-        if (tile.row + STRIP <= tile.row_end) {
-            if (warpgroup_thread() == 0) {
-                tma_store_3d(&p.out0, gates, first, tile.row, 0);
-                if (ALTERNATING) tma_store_3d(&p.out0, gates + PLANE_BYTES, first + SLAB, tile.row, 0);
-                else if (GATED) tma_store_3d(&p.out0, gates + PLANE_BYTES, column, tile.row, 1);
-                tma_store_2d(&p.out1, scaled, column, tile.row);
-                bulk_commit_group();
-            }
-        } else {
-            const int64_t stride = (GATED ? 2 : 1) * p.columns;
-            const int rows = tile.row_end - tile.row, columns = p.columns - column;
-            bf16* dh = p.out0_rows + tile.row * stride + first;
-            if (ALTERNATING) {
-                store_slab_predicated(gates, dh, stride, rows, 2 * columns);
-                store_slab_predicated(gates + PLANE_BYTES, dh + SLAB, stride, rows, 2 * columns - SLAB);
-            } else {
-                store_slab_predicated(gates, dh, stride, rows, columns);
-                if (GATED) store_slab_predicated(gates + PLANE_BYTES, dh + p.columns, stride, rows, columns);
-            }
-            store_slab_predicated(scaled, p.out1_rows + int64_t(tile.row) * p.columns + column, p.columns, rows, columns);
-            warpgroup_sync();
+        if (warpgroup_thread() == 0 && tile.row < tile.row_end) {
+            tma_store_rows(&p.out0, gates, first, tile.row, tile.row_end, 0);
+            if (ALTERNATING) tma_store_rows(&p.out0, gates + PLANE_BYTES, first + SLAB, tile.row, tile.row_end, 0);
+            else if (GATED) tma_store_rows(&p.out0, gates + PLANE_BYTES, column, tile.row, tile.row_end, 1);
+            tma_store_rows(&p.out1, scaled, column, tile.row, tile.row_end);
+            bulk_commit_group();
         }
         MARK(END, STORE);
         unreleased = ring.empty_barrier();

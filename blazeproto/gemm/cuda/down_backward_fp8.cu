@@ -89,20 +89,11 @@ struct DownBackwardEpilogue : DownBackward<BLOCK, true> {
         release_stored();  // the stage before this one: TMA has read it by now
         warpgroup_sync();
         MARK(BEGIN, STORE);
-        if (tile.row + STRIP <= tile.row_end) {
-            if (warpgroup_thread() == 0 && column < p.columns) {
-                tma_store_3d(&p.out0, gates, column / 2, tile.row, 0);
-                tma_store_3d(&p.out0, gates + PLANE_BYTES, column / 2, tile.row, 1);
-                tma_store_2d(&p.out1, gates + 2 * PLANE_BYTES, column / 2, tile.row);
-                bulk_commit_group();
-            }
-        } else {
-            const int rows = tile.row_end - tile.row, columns = (p.columns - column) / 2;
-            bf16 *dh = p.out0_rows + int64_t(tile.row) * p.columns + column / 2, *a = p.out1_rows + int64_t(tile.row) * (p.columns / 2) + column / 2;
-            store_slab_predicated(gates, dh, p.columns, rows, columns);
-            store_slab_predicated(gates + PLANE_BYTES, dh + p.columns / 2, p.columns, rows, columns);
-            store_slab_predicated(gates + 2 * PLANE_BYTES, a, p.columns / 2, rows, columns);
-            warpgroup_sync();
+        if (warpgroup_thread() == 0 && column < p.columns && tile.row < tile.row_end) {
+            tma_store_rows(&p.out0, gates, column / 2, tile.row, tile.row_end, 0);
+            tma_store_rows(&p.out0, gates + PLANE_BYTES, column / 2, tile.row, tile.row_end, 1);
+            tma_store_rows(&p.out1, gates + 2 * PLANE_BYTES, column / 2, tile.row, tile.row_end);
+            bulk_commit_group();
         }
         MARK(END, STORE);
         unreleased = ring.empty_barrier();

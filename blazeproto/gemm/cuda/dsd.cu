@@ -27,6 +27,7 @@ struct LineScheduler {
     using Tile = LineTile;
     static constexpr int SMEM_OFFSET = BARRIER_OFFSET;
     static constexpr bool VARLEN_K = true, SKIPS = false, TRANSPOSED = OUT_TRANSPOSED;
+    static constexpr int EMPTY_STAGES = 0;
 
     const BlockParams& p;
 

@@ -1,10 +1,8 @@
 // From accumulators to global memory, in slabs of SLAB rows x SLAB columns.
 //
 //   registers --stmatrix--> slab in shared memory (128-byte swizzle) --TMA store--> global
-//                                                                    \--16-byte stores, predicated by row, at an expert's end
 //
-// TMA stores a strip whose rows are all the expert's own; it clips at the tensor's last column. A strip that crosses the
-// expert's end must leave the next expert's rows alone, and TMA cannot clip there. Either the consumer stores its slabs
+// TMA clips at the tensor's last column, and at the expert's last row (`tma_store_rows`). Either the consumer stores its slabs
 // itself (below: the weight gradients, the down backward product), or epilogue warps do (slab_pipeline.cuh: the other row
 // products).
 #pragma once
@@ -36,17 +34,16 @@ DEVICE int strip_row(int h) {
 
 DEVICE void warpgroup_sync() { named_barrier_sync(CONSUMER_BARRIER + consumer_index(), WARPGROUP); }
 
-// A slab to global rows [0, rows) and columns [0, columns) of `out`, 16 bytes a thread, by COPIERS threads in a row.
-template <int COPIERS = WARPGROUP>
-DEVICE void store_slab_predicated(uint32_t slab, bf16* out, int64_t row_stride, int rows, int columns) {
-    const int copier = thread_index() % COPIERS, chunk = copier % CHUNKS_IN_ROW;
-#pragma unroll 4
-    for (int row = copier / CHUNKS_IN_ROW; row < SLAB; row += COPIERS / CHUNKS_IN_ROW) {
-        if (row < rows && chunk * CHUNK < columns)
-            *reinterpret_cast<uint4*>(out + row * row_stride + chunk * CHUNK) =
-                load_shared_16(swizzled(slab, row, chunk));
-    }
-    fence_proxy_async();  // TMA may be the next to write the slab
+// A slab to rows [row, row_end) of a matrix, SLAB of them at most, by a map that counts rows twice (gemm/launch.py: rows_box).
+DEVICE void tma_store_rows(const TensorMap* map, uint32_t slab, int column, int row, int row_end) {
+    const int there = min(SLAB, row_end - row);
+    tma_store_3d(map, slab, column, SLAB - there, row + there);
+}
+
+// The same, of one half of H.
+DEVICE void tma_store_rows(const TensorMap* map, uint32_t slab, int column, int row, int row_end, int half) {
+    const int there = min(SLAB, row_end - row);
+    tma_store_4d(map, slab, column, SLAB - there, row + there, half);
 }
 
 // Each consumer has two slabs for its strip.

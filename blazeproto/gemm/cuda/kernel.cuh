@@ -13,7 +13,7 @@
 //   Params, Tile        the kernel's argument; what `at` returns
 //   SMEM_OFFSET         where its part of shared memory begins
 //   VARLEN_K            false: every tile takes `steps()` stages
-//                       true: tile t takes `steps(t)`, perhaps none. It may be a partial tile, `is_partial(t)`: a sum over a part
+//                       true: tile t takes `steps(t)`, perhaps none, and then EMPTY_STAGES, which are not read. It may be a partial tile, `is_partial(t)`: a sum over a part
 //                       of the reduction, which is stored at `partial(t)`
 //   count(), at(i)      how many tiles this CTA computes; the i-th of them
 //   strip_at(i, strip)  the strip of it that this consumer, number `strip`, multiplies
@@ -141,6 +141,7 @@ DEVICE void consume(const typename Scheduler::Params& p, const Scheduler& schedu
             steps = uniform(scheduler.steps(tile));
             if (steps == 0) {  // an expert without rows: its sums are zero
                 const float zeros[BN / 2] = {};
+                skip_stages(ring, Scheduler::EMPTY_STAGES);
                 parts.run(1);
                 epilogue.hold(zeros, tile, ring);
                 parts.start();

@@ -80,20 +80,13 @@ struct LinearEpilogue : PlainEpilogue<Scheduler> {
                 phase ^= 1;
                 const RowTile tile = scheduler.at(position);
                 const int row = tile.row + strip * STRIP;
-                const bool whole = row + STRIP <= tile.row_end;
-#pragma unroll
-                for (int plane = 0; plane < PLANES; ++plane) {
-                    const uint32_t slab = slabs_of(strip) + plane * SLAB_BYTES;
-                    const int column = tile.column + part * PART_COLUMNS + plane * SLAB;
-                    if (!whole) {
-                        store_slab_predicated<32>(slab, p.out0_rows + int64_t(row) * p.columns + column, p.columns,
-                                                  tile.row_end - row, p.columns - column);
-                    } else if (lane == 0 && column < p.columns) {
-                        tma_store_2d(&p.out0, slab, column, row);
-                    }
-                }
-                __syncwarp();
                 if (lane == 0) {
+#pragma unroll
+                    for (int plane = 0; plane < PLANES; ++plane) {
+                        const int column = tile.column + part * PART_COLUMNS + plane * SLAB;
+                        if (column < p.columns && row < tile.row_end)
+                            tma_store_rows(&p.out0, slabs_of(strip) + plane * SLAB_BYTES, column, row, tile.row_end);
+                    }
                     bulk_commit_group();
                     bulk_wait_group_read<0>();
                     mbarrier_arrive(emptied_barrier(strip));

@@ -32,6 +32,7 @@ struct LogitsScheduler {
     };
     static constexpr int SMEM_OFFSET = BARRIER_OFFSET;
     static constexpr bool VARLEN_K = true, SKIPS = false;
+    static constexpr int EMPTY_STAGES = 0;
 
     const RowsParams& p;
 

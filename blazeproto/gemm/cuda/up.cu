@@ -108,19 +108,17 @@ DEVICE void store(bf16* out, Chunk chunk) {
     __stcs(reinterpret_cast<Chunk*>(out), chunk);
 }
 
-// One part of one strip. H of a whole strip leaves by TMA; act, and H at an expert's end, by 16 bytes a thread (act by 8 where
-// gate and up alternate). A thread reads its slabs one pass at a time: more reads at once would keep wgmma from its operands.
+// One part of one strip. H leaves by TMA; act by 16 bytes a thread (by 8 where gate and up alternate). A thread reads its slabs one pass at a time: more reads at once would keep wgmma from its operands.
 DEVICE void store_part(const RowsParams& p, const RowTile& tile, int part, int strip) {
     const int thread = warpgroup_thread(), first_row = thread / CHUNKS_IN_ROW, chunk = thread % CHUNKS_IN_ROW;
     const int row = tile.row + strip * STRIP, column = tile.column + part * PART_OF_HALF, own_column = column + chunk * CHUNK;
-    const bool whole = row + STRIP <= tile.row_end;
     const uint32_t slabs = slabs_of(strip);
     uint32_t at = swizzled(slabs, first_row, chunk);
-    if (whole && thread == 0) {
+    if (thread == 0 && row < tile.row_end) {
 #pragma unroll
         for (int plane = 0; plane < PLANES; ++plane)
-            tma_store_3d(&p.out0, slabs + plane * SLAB_BYTES, HALVES == 2 ? column : column + plane * SLAB, row,
-                         HALVES == 2 ? plane : 0);
+            tma_store_rows(&p.out0, slabs + plane * SLAB_BYTES, HALVES == 2 ? column : column + plane * SLAB, row, tile.row_end,
+                           HALVES == 2 ? plane : 0);
         bulk_commit_group();
     }
     int64_t column_zero = int64_t(row + first_row) * p.columns;  // of the row, in one half of H
@@ -134,7 +132,6 @@ DEVICE void store_part(const RowsParams& p, const RowTile& tile, int part, int s
         for (int plane = 0; plane < PLANES; ++plane) {
             const int own = own_column + (HALVES == 2 ? 0 : plane * SLAB);
             if (!in_expert || own >= p.columns) continue;
-            if (!whole) store(p.out0_rows + column_zero * HALVES + (HALVES == 2 ? plane * p.columns : 0) + own, h[plane]);
             if (ALTERNATING) store(p.out1_rows + (column_zero + own) / 2, activate(h[plane]));
             else if (plane < PLANES / HALVES) store(p.out1_rows + column_zero + own, activate(h[plane], h[HALVES - 1]));
         }

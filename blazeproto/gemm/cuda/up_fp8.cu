@@ -52,8 +52,8 @@ struct UpEpilogue : PlainEpilogue<Scheduler> {
         skip_slab();  // the act of the tile before has been read
         quantize_block(gate, at, h_scales, tile);
         quantize_block(up, at + SLAB_BYTES, h_scales + int64_t(p.columns / BLOCK) * p.rows, tile);
-        publish(tile, p.out0_rows, p.columns, 2, [&](uint32_t slab, int half) {
-            tma_store_3d(&p.out0, slab, tile.column / 2, tile.row, half);
+        publish(2, [&](uint32_t slab, int half) {
+            tma_store_rows(&p.out0, slab, tile.column / 2, tile.row, tile.row_end, half);
         });
 
 #pragma unroll
@@ -63,7 +63,7 @@ struct UpEpilogue : PlainEpilogue<Scheduler> {
         }
         skip_slab();  // H has been read
         quantize_block(gate, at, p.out1_scales + int64_t(tile.column / BLOCK) * p.rows, tile);
-        publish(tile, p.out1_rows, p.columns / 2, 1, [&](uint32_t slab, int) { tma_store_2d(&p.out1, slab, tile.column / 2, tile.row); });
+        publish(1, [&](uint32_t slab, int) { tma_store_rows(&p.out1, slab, tile.column / 2, tile.row, tile.row_end); });
     }
 
    private:
@@ -81,22 +81,16 @@ struct UpEpilogue : PlainEpilogue<Scheduler> {
 
     DEVICE static float act_of(float gate, float up) { return nonlinearity(gate).value * linear_half(up).value; }
 
-    // Stores `count` slabs, of a strip whose rows are all the expert's own by TMA. width: of a row of `out`, in pairs of bytes.
+    // Stores `count` slabs.
     template <class Store>
-    DEVICE void publish(const RowTile& tile, bf16* out, int width, int count, Store store) const {
+    DEVICE static void publish(int count, Store store) {
         const uint32_t slabs = slabs_of(consumer_index());
         fence_proxy_async();
         warpgroup_sync();
-        if (tile.row + STRIP <= tile.row_end) {
-            if (warpgroup_thread() == 0) {
-                for (int i = 0; i < count; ++i) store(slabs + i * SLAB_BYTES, i);
-                bulk_commit_group();
-            }
-            return;
+        if (warpgroup_thread() == 0) {
+            for (int i = 0; i < count; ++i) store(slabs + i * SLAB_BYTES, i);
+            bulk_commit_group();
         }
-        for (int i = 0; i < count; ++i)
-            store_slab_predicated(slabs + i * SLAB_BYTES, out + int64_t(tile.row) * width + (i * p.columns + tile.column) / 2, width,
-                                  tile.row_end - tile.row, SLAB);
     }
 };
 

@@ -11,8 +11,7 @@
 // memory.
 //
 // The last 64 rows of an expert may include rows of the next expert, or rows that were never written. Both operands get
-// zeros there, for 0 x NaN is NaN: in that block the producer copies the ordered rows too by cp.async, which writes zeros
-// past the expert's end.
+// zeros there, for 0 x NaN is NaN.
 //
 // weight_schedule.cuh assigns the work. Some of it may be partial tiles, which are left in fp32 for weight_sum.cu to add.
 //
@@ -30,16 +29,18 @@ constexpr int NUMBERED_STEPS = NUMBERED_ROWS / BK;  // steps for which the produ
 // ---- producer --------------------------------------------------------------------------------------------------------
 struct WeightProducer {
     static constexpr int MN_A = 1, MN_B = 1;
-    static constexpr int WARPS = WARPGROUP_WARPS;
+    static constexpr int WARPS = GATHER ? WARPGROUP_WARPS : 1;
 
     template <class Epilogue>
     DEVICE static void produce(const WeightParams& params, const WeightScheduler& scheduler) {
         WeightProducer producer(params);
         int next_pair = GATHER ? producer.first_pair(scheduler, 0) : -1;
-        for (int position = 0; position < scheduler.count(); ++position) {
+        for (int position = 0; scheduler.has(position); ++position) {
             MARK(AT, TILE);
+            scheduler.look_ahead(position);
             if (GATHER) producer.produce_gathered(scheduler, position, next_pair);
-            else producer.produce_in_order(scheduler.at(position));
+            else if (threadIdx.x == 0) producer.produce_in_order(scheduler.at(position));
+            if (!GATHER) __syncwarp();
         }
     }
 
@@ -50,16 +51,17 @@ struct WeightProducer {
 
     DEVICE explicit WeightProducer(const WeightParams& params) : p(params) {}
 
-    // This CTA's part of the B stage, to every CTA of the cluster.
-    DEVICE void load_ordered(int tile_column, int row) const {
+    // This CTA's part of the B stage, to every CTA of the cluster. Rows past the expert's end come as zeros.
+    DEVICE void load_ordered(const WeightTile& tile, int row) const {
         constexpr int OWN_PANELS = B_PANELS / CLUSTER;
         constexpr uint16_t EVERY_CTA = (1 << CLUSTER) - 1;
+        const int there = min(BK, tile.row_end - row);  // gemm/launch.py: rows_box
 #pragma unroll
         for (int i = 0; i < OWN_PANELS; ++i) {
-            const int panel = WeightScheduler::rank() * OWN_PANELS + i, column = tile_column + panel * PANEL;
+            const int panel = WeightScheduler::rank() * OWN_PANELS + i, column = tile.j + panel * PANEL;
             const uint32_t dst = ring.b() + panel * PANEL_BYTES;
-            if constexpr (CLUSTER == 1) tma_load_2d(dst, &p.ordered, ring.full_barrier(), column, row);
-            else tma_load_2d_multicast(dst, &p.ordered, ring.full_barrier(), column, row, EVERY_CTA);
+            if constexpr (CLUSTER == 1) tma_load_3d(dst, &p.ordered, ring.full_barrier(), column, BK - there, row + there);
+            else tma_load_3d_multicast(dst, &p.ordered, ring.full_barrier(), column, BK - there, row + there, EVERY_CTA);
         }
     }
 
@@ -78,83 +80,55 @@ struct WeightProducer {
                 numbered = NUMBERED_STEPS;
             }
             const RowChunks<PASSES> rows(chunks, own_start, (NUMBERED_STEPS - numbered--) * PASSES);
-            const bool tail = row + BK > tile.row_end;
             ring.wait_until_empty();
             if (threadIdx.x == 0) {
                 MARK(BEGIN, TMA);
-                if (tail) {
-                    mbarrier_arrive(ring.full_barrier());
-                } else {
-                    mbarrier_arrive_expect_tx(ring.full_barrier(), B_BYTES);
-                    load_ordered(tile.j, row);
-                }
+                mbarrier_arrive_expect_tx(ring.full_barrier(), B_BYTES);
+                load_ordered(tile, row);
                 MARK(END, TMA);
             }
             MARK(BEGIN, COPY);
-            if (tail) {
-                copy_rows<A_PANELS, false, PASSES>(ring.a() + offset, rows, p.gathered_width - column);
-                copy_tail<B_PANELS>(ring.b(), p.ordered_rows, p.ordered_width, tile.j + gather_column(), row, tile.row_end);
-            } else {
-                copy_rows<A_PANELS, true, PASSES>(ring.a() + offset, rows, p.gathered_width - column);
-            }
+            if (row + BK > tile.row_end) copy_rows<A_PANELS, false, PASSES>(ring.a() + offset, rows, p.gathered_width - column);
+            else copy_rows<A_PANELS, true, PASSES>(ring.a() + offset, rows, p.gathered_width - column);
             cp_async_mbarrier_arrive(ring.full_barrier());
             MARK(END, COPY);
             ring.advance();
         }
-        // For an expert without rows the loop has not loaded the next tile's pairs.
-        if (tile.row == tile.row_end) next_pair = first_pair(scheduler, position + 1);
+        if (tile.steps > 0) return;
+        next_pair = first_pair(scheduler, position + 1);
+        pass_empty_stage();
+    }
+
+    // Of an expert without rows.
+    DEVICE void pass_empty_stage() {
+        ring.wait_until_empty();
+        if (threadIdx.x == 0) mbarrier_arrive(ring.full_barrier());
+        if (GATHER) mbarrier_arrive(ring.full_barrier());
+        ring.advance();
     }
 
     DEVICE int first_pair(const WeightScheduler& scheduler, int position) const {
-        if (position >= scheduler.count()) return -1;
+        if (!scheduler.has(position)) return -1;
         const WeightTile tile = scheduler.at(position);
         return load_pair(p.pairs, tile.row, tile.row_end);
     }
 
-    // GATHER 0. One thread issues TMA loads; all threads copy the block that includes rows past the expert's end.
+    // GATHER 0. By one thread.
     DEVICE void produce_in_order(const WeightTile& tile) {
-        const bool loads = threadIdx.x < 32;
-        int row = tile.row;
-        for (; row + BK <= tile.row_end; row += BK) {
-            if (loads) ring.wait_until_empty();
-            if (threadIdx.x == 0) {
-                MARK(BEGIN, TMA);
-                mbarrier_arrive_expect_tx(ring.full_barrier(), STAGE_BYTES);
-                load_ordered(tile.j, row);
+        for (int row = tile.row; row < tile.row_end; row += BK) {
+            ring.wait_until_empty();
+            MARK(BEGIN, TMA);
+            mbarrier_arrive_expect_tx(ring.full_barrier(), STAGE_BYTES);
+            load_ordered(tile, row);
+            const int there = min(BK, tile.row_end - row);
 #pragma unroll
-                for (int panel = 0; panel < A_PANELS; ++panel)
-                    tma_load_2d(ring.a() + panel * PANEL_BYTES, &p.in_order, ring.full_barrier(), tile.i + panel * PANEL, row);
-                MARK(END, TMA);
-            }
+            for (int panel = 0; panel < A_PANELS; ++panel)
+                tma_load_3d(ring.a() + panel * PANEL_BYTES, &p.in_order, ring.full_barrier(), tile.i + panel * PANEL, BK - there,
+                            row + there);
+            MARK(END, TMA);
             ring.advance();
         }
-        if (row == tile.row_end) return;
-        if (loads) ring.wait_until_empty();
-        __syncwarp();
-        named_barrier_sync(PRODUCER_BARRIER, WARPGROUP);
-        MARK(BEGIN, COPY);
-        copy_tail<A_PANELS>(ring.a(), p.gathered_rows, p.gathered_width, tile.i + gather_column(), row, tile.row_end);
-        copy_tail<B_PANELS>(ring.b(), p.ordered_rows, p.ordered_width, tile.j + gather_column(), row, tile.row_end);
-        cp_async_wait_all();
-        MARK(END, COPY);
-        fence_proxy_async();
-        named_barrier_sync(PRODUCER_BARRIER, WARPGROUP);
-        if (threadIdx.x == 0) mbarrier_arrive(ring.full_barrier());
-        ring.advance();
-    }
-
-    // BK rows of `matrix` from `row` on, with zeros from `row_end` on.
-    template <int PANELS>
-    DEVICE void copy_tail(uint32_t stage, const bf16* matrix, int width, int column, int row, int row_end) const {
-#pragma unroll 1
-        for (int pass = 0; pass < PASSES; ++pass) {
-            const int r = row + pass * PASS_ROWS + gather_row();
-            const uint32_t dst = stage + pass * PASS_ROWS * SWIZZLE_ROW + offset;
-            const bf16* src = matrix + int64_t(min(r, row_end - 1)) * width + column;
-#pragma unroll
-            for (int panel = 0; panel < PANELS; ++panel)
-                cp_async_16(dst + panel * PANEL_BYTES, src + panel * PANEL, r < row_end && column + panel * PANEL < width);
-        }
+        if (tile.steps == 0) pass_empty_stage();
     }
 };
 

@@ -33,6 +33,7 @@ struct WeightScheduler {
     using Params = WeightParams;
     using Tile = WeightTile;
     static constexpr bool VARLEN_K = true, SKIPS = false;
+    static constexpr int EMPTY_STAGES = 0;
     static constexpr int SMEM_OFFSET = BARRIER_OFFSET;
     const WeightParams& p;
 

@@ -16,6 +16,10 @@
 // A work unit that begins or ends within a tile computes a partial tile, which it leaves in fp32. weight_sum.cu adds the
 // partial tiles of a tile, in the order of the work units: the same sum every time. They lie in a workspace:
 //
+// To find a tile takes three divisions and loads of the offsets, some 1000 cycles, a quarter of a tile's time where experts have
+// few rows. So a warp of the producer finds BATCH tiles at a time, one a lane, and writes them to shared memory, a tile ahead:
+// who has seen a stage of a tile may read the slot of the next one. So a tile without steps has a stage too, an empty one.
+//
 //   workspace   | for each work unit, int2: the tile that it continues, the tile that it begins and does not end; -1 for none |
 //               | for each work unit, two partial tiles (CONTINUED, BEGUN) of each CTA of its cluster: BM x BN fp32, in the   |
 //               | order in which threads have accumulators                                                                    |
@@ -27,15 +31,17 @@
 // unit's. BEGUN: from the first step, but not to the last. WHOLE: all. The first two number the unit's places in the workspace.
 enum Extent { CONTINUED, BEGUN, WHOLE };
 
-struct WeightTile {
+struct alignas(16) WeightTile {
     int expert, row, row_end, i, j;
     Extent extent;
+    int steps;
 };
 
 struct WeightScheduler {
     using Params = WeightParams;
     using Tile = WeightTile;
     static constexpr bool VARLEN_K = true, SKIPS = false;
+    static constexpr int EMPTY_STAGES = 1;  // one, so that its slot of the next tile is seen too
 
     // Costs are in steps, of which there are fewer than 2^31: a GPU would need half a minute for those. A tile's epilogue
     // counts as one step. Stream-K costs more steps, for weight_sum.cu reads the partial tiles; and no two of its clusters
@@ -54,8 +60,11 @@ struct WeightScheduler {
         int first_step, last_step;    // of the work unit: in the first tile, and before which in the last; 0: at the tile's end
         bool stream_k;
     };
-    static constexpr int SMEM_OFFSET = BARRIER_OFFSET - 64;
-    static_assert(sizeof(Assignment) <= BARRIER_OFFSET - SMEM_OFFSET, "room for it before the barriers");
+    static constexpr int BATCH = STAGES < 8 ? 8 : 12;
+    static_assert(BATCH > STAGES, "a slot is written again only when no warp can still need it");
+    static constexpr int SMEM_OFFSET = BARRIER_OFFSET - 64 - 2 * BATCH * int(sizeof(WeightTile));
+    static constexpr int SLOTS_OFFSET = SMEM_OFFSET + 64;
+    static_assert(sizeof(Assignment) <= 64, "room for it before the slots");
 
     struct Place {  // a step of a tile
         int tile, step;
@@ -81,37 +90,33 @@ struct WeightScheduler {
         }
         if (threadIdx.x == 0) assign();
         __syncthreads();
+        fill_slots(0);
+        __syncthreads();
     }
 
     DEVICE static int count() { return uniform(assignment().count); }
     DEVICE static bool has(int position) { return position < count(); }
     DEVICE static int rank() { return blockIdx.x % CLUSTER; }
 
-    // The `position`-th tile of this cluster, this CTA's part of it.
-    DEVICE WeightTile at(int position) const {
-        const Assignment& mine = assignment();
-        const int tile = uniform(mine.first_tile + position * mine.tile_stride), blocks = uniform(mine.blocks);
-        const int expert = tile / blocks, block = tile % blocks, i_blocks = uniform(mine.i_blocks);
-        WeightTile found{expert, __ldg(p.offsets + expert), __ldg(p.offsets + expert + 1),
-                         (block % i_blocks * CLUSTER + rank()) * BM, block / i_blocks * BN, WHOLE};
-        if (uniform(mine.stream_k)) {
-            const int begin = uniform(position == 0 ? mine.first_step : 0);
-            const int end = uniform(position + 1 == mine.count ? mine.last_step : 0);
-            if (end > 0) found.row_end = found.row + end * BK;
-            found.row += begin * BK;
-            found.extent = begin > 0 ? CONTINUED : end > 0 ? BEGUN : WHOLE;
-        }
-        return found;
+    // By the producer, before it loads the tile at `position`: finds the batch that begins with the next.
+    DEVICE void look_ahead(int position) const {
+        if ((position + 1) % BATCH != 0) return;
+        if (threadIdx.x < 32) fill_slots(position + 1);
+        if (GATHER) named_barrier_sync(PRODUCER_BARRIER, WARPGROUP);
+        else __syncwarp();
     }
 
+    // The `position`-th tile of this cluster, this CTA's part of it.
+    DEVICE static WeightTile at(int position) { return slots()[position % (2 * BATCH)]; }
+
     // The same, this consumer's strip of it.
-    DEVICE WeightTile strip_at(int position, int strip) const {
+    DEVICE static WeightTile strip_at(int position, int strip) {
         WeightTile tile = at(position);
         tile.i += strip * STRIP;
         return tile;
     }
 
-    DEVICE static int steps(const WeightTile& tile) { return steps_of(tile.row_end - tile.row); }
+    DEVICE static int steps(const WeightTile& tile) { return tile.steps; }
     DEVICE static bool is_partial(const WeightTile& tile) { return tile.extent != WHOLE; }
 
     DEVICE float4* partial(const WeightTile& tile) const {
@@ -120,6 +125,30 @@ struct WeightScheduler {
 
    private:
     DEVICE static Assignment& assignment() { return *reinterpret_cast<Assignment*>(shared_memory() + SMEM_OFFSET); }
+    DEVICE static WeightTile* slots() { return reinterpret_cast<WeightTile*>(shared_memory() + SLOTS_OFFSET); }
+
+    DEVICE void fill_slots(int position) const {
+        MARK(BEGIN, SCHEDULE);
+        const int mine = position + threadIdx.x;
+        if (threadIdx.x < BATCH && mine < assignment().count) slots()[mine % (2 * BATCH)] = find(mine);
+        MARK(END, SCHEDULE);
+    }
+
+    DEVICE WeightTile find(int position) const {
+        const Assignment& mine = assignment();
+        const int tile = mine.first_tile + position * mine.tile_stride, expert = tile / mine.blocks, block = tile % mine.blocks;
+        WeightTile found{expert, __ldg(p.offsets + expert), __ldg(p.offsets + expert + 1),
+                         (block % mine.i_blocks * CLUSTER + rank()) * BM, block / mine.i_blocks * BN, WHOLE};
+        if (mine.stream_k) {
+            const int begin = position == 0 ? mine.first_step : 0, end = position + 1 == mine.count ? mine.last_step : 0;
+            if (end > 0) found.row_end = found.row + end * BK;
+            found.row += begin * BK;
+            found.extent = begin > 0 ? CONTINUED : end > 0 ? BEGUN : WHOLE;
+        }
+        found.steps = steps_of(found.row_end - found.row);
+        return found;
+    }
+
     DEVICE static int steps_of(int rows) { return (rows + BK - 1) / BK; }
     DEVICE static int cost(int expert) { return before_expert()[expert + 1] - before_expert()[expert]; }  // of one tile
     DEVICE static int blocks() { return assignment().blocks; }

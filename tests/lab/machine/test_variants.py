@@ -96,16 +96,3 @@ def test_a_product_of_tokens_is_right() -> None:
     options, widths = {"transposed": True, "gather": True}, {"width": 72, "reduction": 40}
     trial = Trial(grouped_mm, GROUPED_MM, case_of("relu"), options, 8, ("bias",), widths=widths)
     assert not trial.run(Machine(2))
-
-
-def test_a_strip_that_ends_with_its_expert_is_stored_whole() -> None:
-    """By one bulk copy instead of row by row: 128 rows take fewer instructions than 127."""
-    steps = []
-    for rows in (127, 128):
-        made = make_case(Sizes(rows, 72, 40, 1, 1), device="cpu")
-        case = replace(made, dispatch=dispatch_fixed(torch.zeros(rows, 1, dtype=torch.int64), 1))
-        machine = Machine(2)
-        product = PRODUCTS["down_forward"]
-        assert not Trial(product.run, product.spec, case).run(machine)
-        steps.append(sum(report.steps for report in machine.reports))
-    assert steps[1] < steps[0]
