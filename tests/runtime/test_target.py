@@ -369,7 +369,7 @@ def check_struct(made: Launch, expected: Expected, where: dict[str, int]) -> Non
     addresses.pop("partials", None)  # which is looked at in the launch that sums them
     assert addresses == {word: where[name] for word, name in expected.words.items()}
     boxes = {params.maps[offset // launch.MAP_BYTES]: box for offset, box in made.boxes.items()}
-    assert {name: address for name, (_, address) in boxes.items()} == {m: where[n] for m, n in expected.maps.items()}
+    assert {name: box.before + address for name, (box, address) in boxes.items()} == {m: where[n] for m, n in expected.maps.items()}
     numbers = struct.unpack_from(f"{len(params.numbers)}i", made.parameters, params.numbers_offset)
     assert numbers[params.numbers.index("experts")] == (32 if params is WEIGHT_PARAMS else E)
 
@@ -386,8 +386,8 @@ def test_tensor_maps_come_as_boxes(machine: Recorder) -> None:
     boxes = {ROWS_PARAMS.maps[offset // launch.MAP_BYTES]: box for offset, (box, _) in made.boxes.items()}
     assert boxes == {
         "b": Box((D, N, 2, E), (2 * D, 2 * D * N, 4 * D * N), (64, 128, 2, 1)),
-        "out0": Box((N, R, 2), (columns, columns // 2), (64, 64, 1)),
-        "out1": Box((N, R), (columns // 2,), (64, 64)),
+        "out0": Box((N, 64, R + 64, 2), (columns, columns, columns // 2), (64, 64, 1, 1), before=64 * columns),
+        "out1": Box((N, 64, R + 64), (columns // 2, columns // 2), (64, 64, 1), before=32 * columns),
         "low_rows": Box((8, R), (16,), (64, 128)),
         "low_weights": Box((8, N, 2, E), (16, 16 * N, 32 * N), (64, 128, 2, 1)),
     }
