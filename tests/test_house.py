@@ -269,7 +269,7 @@ CEILINGS = {
     "blazeproto/runtime/**/*.py": 1068,
     "blazeproto/dispatch/**/*.py": 735,
     "blazeproto/router/**/*.py": 2310,
-"blazeproto/gemm/**/*.py": 2145,
+    "blazeproto/gemm/**/*.py": 2145,
     "blazeproto/stored/**/*.py": 298,
     "blazeproto/autograd/**/*.py": 1930,
     "blazeproto/blocksparse/**/*.py": 588,
