@@ -105,7 +105,8 @@ def transfer(
     inner = slice(limits[0][0] // elements, limits[0][1] // elements)
     inside[(*(slice(*limit) for limit in limits[:0:-1]), inner)] = True
     corner = first[0] * itemsize + sum(c * stride for c, stride in zip(first[1:], tensor_map.strides, strict=True))
-    return global_offsets + (tensor_map.address + corner), shared_offsets + (shared_address - start), inside.ravel()
+    at = (tensor_map.address + corner + 2**63) % 2**64 - 2**63  # addresses wrap
+    return global_offsets + at, shared_offsets + (shared_address - start), inside.ravel()
 
 
 @lru_cache(maxsize=512)

@@ -21,6 +21,7 @@ from blazeproto.runtime.target import FIRST_DEVICE, Handle, is_target
 
 MAP_BYTES = 128  # sizeof(CUtensorMap); 64-byte aligned
 _L2_PROMOTION_256B = 3  # CUtensorMapL2promotion
+ROW_EDGE = 1 << 30  # cuda/ptx.cuh has it too
 _SWIZZLE_128B = 3  # CUtensorMapSwizzle: a box's row has 64 elements
 
 
@@ -43,14 +44,14 @@ class Box(NamedTuple):
     """The box that one TMA instruction moves: ``box`` elements of a tensor of ``shape``, wherever it lies.
 
     Innermost dimension first, as TMA counts. ``strides`` are in bytes and leave out the innermost, which is contiguous.
-    before: bytes by which the map begins before the tensor (`rows_box`), or 0.
+    ragged: whether a copy may end at any row (`rows_box`).
     """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
     element: Element = BF16
-    before: int = 0
+    ragged: bool = False
 
 
 def dense_box(shape: tuple[int, ...], box: tuple[int, ...], element: Element = BF16) -> Box:
@@ -59,16 +60,17 @@ def dense_box(shape: tuple[int, ...], box: tuple[int, ...], element: Element = B
 
 
 def rows_box(tensor: Box) -> Box:
-    """The same tensor with its rows, dimension 1, counted by the sum of two coordinates, so that a copy may end at any row.
+    """The same tensor with its rows, dimension 1, counted by three coordinates, so that a copy may end at any row.
 
-    The first of the two has just a box's height, and TMA clips at its edge. The copy of ``there`` rows of a box from ``row`` on
-    begins at (height - there, row + there): the box's other rows lie past that edge, wherever the tensor goes on. Their sum is
-    ``row`` + height, so the map begins that much before the tensor.
+    The copy of ``there`` rows of a box from ``row`` on begins at (ROW_EDGE - there, row + there, ROW_EDGE). The first of the three
+    has ROW_EDGE rows, and TMA clips at its edge: the box's other rows lie past it, wherever the tensor goes on. The first two add
+    up to row + ROW_EDGE; the third one's stride takes ROW_EDGE rows away again, because addresses wrap at 2^64. A map that began
+    so much before the tensor would be simpler, but TMA wants memory where a map begins.
     """
     (columns, rows, *shape), (row, *strides) = tensor.shape, tensor.strides
     (width, height, *box), element = tensor.box, tensor.element
-    counts, boxes = (columns, height, rows + height, *shape), (width, height, 1, *box)
-    return Box(counts, (row, row, *strides), boxes, element, before=height * row)
+    counts, boxes = (columns, ROW_EDGE, rows + 1, ROW_EDGE + 1, *shape), (width, height, 1, 1, *box)
+    return Box(counts, (row, row, 2**64 // ROW_EDGE - row, *strides), boxes, element, ragged=True)
 
 
 # --- Tensor maps -----------------------------------------------------------------------------------------------------
@@ -153,7 +155,7 @@ class Plan:
         self.kernel, self.on_target = kernel, is_target(device)
         if not kernel.arch.tensor_maps:
             for offset, box in self.boxes.items():
-                strides = box.strides[1:] if box.before else box.strides
+                strides = (box.strides[0], *box.strides[3:]) if box.ragged else box.strides
                 pack_into(f"{len(strides)}q", self.template, offset + 8, *strides)
 
     def fill(
@@ -173,9 +175,9 @@ class Plan:
         encode, replace = _tensor_maps()
         for (offset, box), address in zip(self.boxes.items(), map_addresses, strict=True):
             if self.encoded:
-                _tensor_map_call(replace, arguments.address + offset, address - box.before)
+                _tensor_map_call(replace, arguments.address + offset, address)
             else:
-                _tensor_map_call(encode, arguments.address + offset, *_description(box, address - box.before))
+                _tensor_map_call(encode, arguments.address + offset, *_description(box, address))
         self.words.pack_into(buffer, self.words_offset, *words)
         if not self.encoded:
             self.template[: self.words_offset] = buffer[: self.words_offset]
@@ -197,8 +199,7 @@ class Plan:
             self._pack(struct, map_addresses, words)
             return Handle(self.kernel, bytes(struct)), *self.launch[1:]
         self.words.pack_into(struct, self.words_offset, *words)
-        placed = zip(self.boxes.items(), map_addresses, strict=True)
-        boxes = {at: (box, address - box.before) for (at, box), address in placed}
+        boxes = {at: (box, address) for (at, box), address in zip(self.boxes.items(), map_addresses, strict=True)}
         return Handle(self.kernel, bytes(struct), boxes), *self.launch[1:]
 
 

@@ -7,7 +7,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,9 @@ from blazeproto.lab.calls import LAYER
 from blazeproto.lab.oracle import make_case, run_kernels
 from scripts.bench import lora, peers
 from scripts.bench import router as router_bench
+from scripts.bench.common import route
 from scripts.bench.models.programs import step
+from scripts.bench.peers import layers as programs
 from scripts.bench.peers import modules
 from scripts.checks.layers import Layer, draw_experts, draw_fp8, draw_products, make_layer, run_layer
 
@@ -209,11 +211,14 @@ def all_cases(device: str) -> Iterator[Case]:
 
 
 def step_of(kind: str, sizes: Sizes, device: str) -> Callable[[], Any]:
-    """A forward and a backward of ``MoE`` ("module"), of a router with an fp32 weight ("router"), or of experts with factors
-    ("lora"), as the benchmark of that name has them."""
+    """A forward and a backward of ``MoE`` ("module"), of experts whose popularity falls as 1 / rank ("zipf"), of a router with an
+    fp32 weight ("router"), or of experts with factors ("lora"), as the benchmarks have them."""
     if kind == "router":
         return partial(router_bench.both, *router_bench.make_case(sizes, torch.float32, device))
     inputs = peers.make_inputs(sizes, device=device)
+    if kind == "zipf":
+        choice = route(sizes, "zipf", device, torch.Generator(device).manual_seed(0), exponent=1.0)
+        return programs.ours(sizes, replace(inputs, experts=choice)).forward_backward
     if kind == "module":
         return partial(step, modules.ours(sizes, inputs))  # it gives its gradients back: a peak counts them
     factors = (lora.factors_of(weight, lora.RANK) for weight in (inputs.gate_up_proj, inputs.down_proj))

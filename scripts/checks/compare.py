@@ -4,6 +4,7 @@
     python -m scripts.checks.compare --old .base                        # bits: all cases
     python -m scripts.checks.compare --old .base --only "dispatch: "    # of them those whose names have this
     python -m scripts.checks.compare --old .base --time                 # GPU time of MoE over module.json's 30 shapes
+    python -m scripts.checks.compare --old .base --models               # and over models' layers, evenly routed and by a Zipf law
     python -m scripts.checks.compare --old .base --lora                 # and of the layer of scripts.bench.lora
     python -m scripts.checks.compare --old .base --router               # and of routers, from one token on
 
@@ -11,7 +12,8 @@ Bits: every dispatch and router operator, and random layers by their products, `
 layers with its own blazeproto.lab. Hashes of outputs and gradients are compared. Sums in an order that varies (combine="fused",
 "fused_both") are left to `scripts.checks.fuzz`. A case that the old side does not have is told and fails nothing.
 
-Time: a forward and a backward as a CUDA graph, replayed by the two sides in turn (A B B A), medians over the rounds.
+Time: a forward and a backward as a CUDA graph, replayed by the two sides in turn (A B B A), medians over the rounds. Layers of
+which two do not fit on the GPU are made anew in every turn.
 
 --device cpu runs the cases of a few tokens on the twins and the torch backend, to try this script.
 """
@@ -35,13 +37,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scripts.command import argument_parser, need_kernels, positive, refuse
+from scripts.command import argument_parser, need_kernels, positive, refuse, some_of
 
 Record = dict[str, Any]
 SIDES = ("old", "new")
 ROOT = Path(__file__).resolve().parents[2]
 CPU_TOKENS = 300  # of a layer, at most, on a CPU
 ROUNDS = 7  # of times
+APART = 3e9  # d n E of a layer of which two do not fit on a GPU
 BURST_MS, MOST_CALLS = 20.0, 12  # how long a timed interval is, and the most calls in it
 MOST_MEAN, MOST_RATIO, MOST_LORA = 1.01, 1.03, 1.01  # of the new side's time over the old one's
 ROUTERS = ((32768, 2048, 8, 128, 8), (16384, 4096, 8, 512, 8))  # T, d, n, E, K; n does not matter
@@ -175,13 +178,15 @@ def compare_times(options: argparse.Namespace, kind: str, shapes: list[tuple[int
     rows, pools = list[Record](), sides(options, 1)
     with pools["old"], pools["new"]:
         for shape in in_turn(shapes, options.time_budget):
-            peaks = {side: pools[side].submit(begin, kind, shape).result() for side in SIDES}
+            peaks, apart = dict[str, int](), math.prod(shape[1:4]) > APART
             times: dict[str, list[float]] = {side: [] for side in SIDES}
             for index in range(ROUNDS + 1):  # the first is thrown away
                 for side in SIDES if index % 2 else reversed(SIDES):
+                    if apart or side not in peaks:
+                        peaks[side] = pools[side].submit(begin, kind, shape).result()
                     times[side].append(pools[side].submit(replay).result())
-            for side in SIDES:
-                pools[side].submit(end).result()
+                    if apart or index == ROUNDS:
+                        pools[side].submit(end).result()
             row: Record = {"layer": kind, "cfg": dict(zip("TdnEK", shape, strict=True))}
             row |= {f"{side}_ms": round(statistics.median(times[side][1:]), 5) for side in SIDES}
             row |= {f"{side}_peak_MiB": round(peaks[side] / 2**20, 2) for side in SIDES}
@@ -213,10 +218,19 @@ def judge_times(rows: list[Record], mean_bound: float, bound: float, *, peaks: b
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
+    from scripts.bench.models.shapes import BY_NAME
+
     parser = argument_parser("scripts.checks.compare", __doc__)
     parser.add_argument("--old", type=lambda word: Path(word).resolve(), required=True, help="the other checkout")
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="cases with this in their names")
     parser.add_argument("--time", action="store_true", help="time MoE")
+    parser.add_argument(
+        "--models",
+        type=some_of(BY_NAME),
+        nargs="?",
+        const=[*BY_NAME][:12],
+        help="time these, by default the first twelve",
+    )
     parser.add_argument("--lora", action="store_true", help="time experts with low-rank factors")
     parser.add_argument("--router", action="store_true", help="time routers")
     parser.add_argument(
@@ -234,17 +248,21 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     from scripts.bench import lora
     from scripts.bench.common import MODULE_SHAPES, now, write_json
+    from scripts.bench.models.shapes import BY_NAME
 
     options = arguments()
     if options.device == "cuda":
         need_kernels()
-    elif options.time or options.lora or options.router:
-        refuse("--time, --lora and --router need a GPU; nothing was run")
+    elif options.time or options.models or options.lora or options.router:
+        refuse("--time, --models, --lora and --router need a GPU; nothing was run")
     record: Record = {"benchmark": "compare", "measured": now(), "old": options.old.name}
     holds = []
     if options.time:
         record["rows"] = compare_times(options, "module", [shape[:5] for shape in MODULE_SHAPES])
         holds.append(judge_times(record["rows"], MOST_MEAN, MOST_RATIO))
+    for kind in ("module", "zipf") if options.models else ():
+        record[f"{kind}_rows"] = compare_times(options, kind, [tuple(BY_NAME[name][:5]) for name in options.models])
+        holds.append(judge_times(record[f"{kind}_rows"], MOST_MEAN, MOST_RATIO))
     if options.lora:
         record["lora_rows"] = compare_times(options, "lora", [lora.SHAPE[:5]])
         holds.append(judge_times(record["lora_rows"], MOST_LORA, MOST_LORA))

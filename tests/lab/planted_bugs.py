@@ -72,8 +72,8 @@ BUGS = (
         (
             (
                 "epilogue.cuh",
-                "const int there = min(SLAB, row_end - row);\n    tma_store_3d(",
-                "const int there = min(SLAB, row_end - 1 - row);\n    tma_store_3d(",
+                "const int there = min(SLAB, row_end - row);\n    tma_store_4d(",
+                "const int there = min(SLAB, row_end - 1 - row);\n    tma_store_4d(",
             ),
         ),
         ("y",),

@@ -77,7 +77,7 @@ def test_a_hash_tells_bytes_shapes_and_dtypes_apart() -> None:
     assert digest(zero.T) == digest(zero.T.contiguous())
 
 
-@pytest.mark.parametrize("kind", ["module", "router", "lora"])
+@pytest.mark.parametrize("kind", ["module", "zipf", "router", "lora"])
 def test_a_step_that_is_timed_runs_twice(kind: str) -> None:
     step = cases.step_of(kind, TINY, "cpu")
     first, second = (tensors_in(step()) for _ in range(2))

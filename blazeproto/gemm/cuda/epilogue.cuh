@@ -34,16 +34,16 @@ DEVICE int strip_row(int h) {
 
 DEVICE void warpgroup_sync() { named_barrier_sync(CONSUMER_BARRIER + consumer_index(), WARPGROUP); }
 
-// A slab to rows [row, row_end) of a matrix, SLAB of them at most, by a map that counts rows twice (gemm/launch.py: rows_box).
+// A slab to rows [row, row_end) of a matrix, SLAB of them at most, by a map that may end at any row (gemm/launch.py: rows_box).
 DEVICE void tma_store_rows(const TensorMap* map, uint32_t slab, int column, int row, int row_end) {
     const int there = min(SLAB, row_end - row);
-    tma_store_3d(map, slab, column, SLAB - there, row + there);
+    tma_store_4d(map, slab, column, ROW_EDGE - there, row + there, ROW_EDGE);
 }
 
 // The same, of one half of H.
 DEVICE void tma_store_rows(const TensorMap* map, uint32_t slab, int column, int row, int row_end, int half) {
     const int there = min(SLAB, row_end - row);
-    tma_store_4d(map, slab, column, SLAB - there, row + there, half);
+    tma_store_5d(map, slab, column, ROW_EDGE - there, row + there, ROW_EDGE, half);
 }
 
 // Each consumer has two slabs for its strip.

@@ -15,12 +15,10 @@
 #pragma once
 #include "tiles.cuh"
 
-DEVICE void tma_load_4d_multicast(uint32_t dst, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3,
-                                  uint16_t ctas) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-                 "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
-                 ::"r"(dst), "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(ctas)
-                 : "memory");
+DEVICE void tma_load_3d_multicast(uint32_t dst, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2, uint16_t ctas) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%3, %4, %5}], [%2], %6;"
+                 ::"r"(dst), "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(ctas) : "memory");
 }
 
 // `count` arrivals at the same barrier of CTA `rank`; like mbarrier_arrive_cluster_if it publishes no write.

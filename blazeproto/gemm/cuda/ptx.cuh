@@ -127,6 +127,8 @@ DEVICE void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
+constexpr int ROW_EDGE = 1 << 30;  // of maps whose copies may end at any row (gemm/launch.py: rows_box)
+
 // ---- TMA: tensor tiles between global and shared memory ---------------------------------------------------------
 DEVICE void tma_load_2d(uint32_t dst, const TensorMap* map, uint32_t barrier, int c0, int c1) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
@@ -145,10 +147,12 @@ DEVICE void tma_load_4d(uint32_t dst, const TensorMap* map, uint32_t barrier, in
 }
 
 // Writes the same offset of, and completes on the same barrier in, every CTA of `ctas` (a bit mask).
-DEVICE void tma_load_3d_multicast(uint32_t dst, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2, uint16_t ctas) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-                 "[%0], [%1, {%3, %4, %5}], [%2], %6;"
-                 ::"r"(dst), "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(ctas) : "memory");
+DEVICE void tma_load_4d_multicast(uint32_t dst, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3,
+                                  uint16_t ctas) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
+                 ::"r"(dst), "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(ctas)
+                 : "memory");
 }
 
 DEVICE void tma_store_2d(const TensorMap* map, uint32_t src, int c0, int c1) {
@@ -164,6 +168,11 @@ DEVICE void tma_store_3d(const TensorMap* map, uint32_t src, int c0, int c1, int
 DEVICE void tma_store_4d(const TensorMap* map, uint32_t src, int c0, int c1, int c2, int c3) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
                  ::"l"(reinterpret_cast<uint64_t>(map)), "r"(src), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+}
+
+DEVICE void tma_store_5d(const TensorMap* map, uint32_t src, int c0, int c1, int c2, int c3, int c4) {
+    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];"
+                 ::"l"(reinterpret_cast<uint64_t>(map)), "r"(src), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4) : "memory");
 }
 
 DEVICE void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }

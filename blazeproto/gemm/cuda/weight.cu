@@ -60,8 +60,9 @@ struct WeightProducer {
         for (int i = 0; i < OWN_PANELS; ++i) {
             const int panel = WeightScheduler::rank() * OWN_PANELS + i, column = tile.j + panel * PANEL;
             const uint32_t dst = ring.b() + panel * PANEL_BYTES;
-            if constexpr (CLUSTER == 1) tma_load_3d(dst, &p.ordered, ring.full_barrier(), column, BK - there, row + there);
-            else tma_load_3d_multicast(dst, &p.ordered, ring.full_barrier(), column, BK - there, row + there, EVERY_CTA);
+            const int first = ROW_EDGE - there, end = row + there;
+            if constexpr (CLUSTER == 1) tma_load_4d(dst, &p.ordered, ring.full_barrier(), column, first, end, ROW_EDGE);
+            else tma_load_4d_multicast(dst, &p.ordered, ring.full_barrier(), column, first, end, ROW_EDGE, EVERY_CTA);
         }
     }
 
@@ -123,8 +124,8 @@ struct WeightProducer {
             const int there = min(BK, tile.row_end - row);
 #pragma unroll
             for (int panel = 0; panel < A_PANELS; ++panel)
-                tma_load_3d(ring.a() + panel * PANEL_BYTES, &p.in_order, ring.full_barrier(), tile.i + panel * PANEL, BK - there,
-                            row + there);
+                tma_load_4d(ring.a() + panel * PANEL_BYTES, &p.in_order, ring.full_barrier(), tile.i + panel * PANEL,
+                            ROW_EDGE - there, row + there, ROW_EDGE);
             MARK(END, TMA);
             ring.advance();
         }
