@@ -62,7 +62,7 @@ def dense_box(shape: tuple[int, ...], box: tuple[int, ...], element: Element = B
 def rows_box(tensor: Box) -> Box:
     """The same tensor with its rows, dimension 1, counted by three coordinates, so that a copy may end at any row.
 
-    The copy of ``there`` rows of a box from ``row`` on begins at (ROW_EDGE - there, row + there, ROW_EDGE). The first of the three
+    The copy of ``there`` rows of a box from ``row`` on begins at (ROW_EDGE - there, row + there, ROW_EDGE). The first of these
     has ROW_EDGE rows, and TMA clips at its edge: the box's other rows lie past it, wherever the tensor goes on. The first two add
     up to row + ROW_EDGE; the third one's stride takes ROW_EDGE rows away again, because addresses wrap at 2^64. A map that began
     so much before the tensor would be simpler, but TMA wants memory where a map begins.

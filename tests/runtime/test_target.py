@@ -382,12 +382,16 @@ def test_tensor_maps_come_as_boxes(machine: Recorder) -> None:
     """Gate and up are two halves. As TMA counts: innermost first, strides in bytes."""
     gemm.up_forward(X, UP, DISPATCH, low=(bits(R, 8), bits(E, 2 * N, 8)))
     (made,) = machine.launches
-    columns = 2 * N * 2  # bytes of a row of H
+    columns, edge = 2 * N * 2, launch.ROW_EDGE  # columns: bytes of a row of H
     boxes = {ROWS_PARAMS.maps[offset // launch.MAP_BYTES]: box for offset, (box, _) in made.boxes.items()}
+
+    def rows_of(shape: tuple[int, ...], row: int, *strides: int) -> Box:
+        return Box(shape, (row, row, 2**34 - row, *strides), (64, 64, *[1] * (len(shape) - 2)), ragged=True)
+
     assert boxes == {
         "b": Box((D, N, 2, E), (2 * D, 2 * D * N, 4 * D * N), (64, 128, 2, 1)),
-        "out0": Box((N, 64, R + 64, 2), (columns, columns, columns // 2), (64, 64, 1, 1), before=64 * columns),
-        "out1": Box((N, 64, R + 64), (columns // 2, columns // 2), (64, 64, 1), before=32 * columns),
+        "out0": rows_of((N, edge, R + 1, edge + 1, 2), columns, columns // 2),
+        "out1": rows_of((N, edge, R + 1, edge + 1), columns // 2),
         "low_rows": Box((8, R), (16,), (64, 128)),
         "low_weights": Box((8, N, 2, E), (16, 16 * N, 32 * N), (64, 128, 2, 1)),
     }
