@@ -257,7 +257,9 @@ def main() -> int:
     if options.time:
         record["rows"] = compare_times(options, "module", [shape[:5] for shape in MODULE_SHAPES])
         holds.append(judge_times(record["rows"], MOST_MEAN, MOST_RATIO))
-    models = [BY_NAME[name][:5] for name in options.models or () if math.prod(BY_NAME[name][1:4]) < FITS_TWICE]
+    models: list[tuple[int, ...]] = [
+        BY_NAME[name][:5] for name in options.models or () if math.prod(BY_NAME[name][1:4]) < FITS_TWICE
+    ]
     for kind in ("module", "zipf") if options.models else ():
         record[f"{kind}_rows"] = compare_times(options, kind, models)
         holds.append(judge_times(record[f"{kind}_rows"], MOST_MEAN, MOST_RATIO))
