@@ -13,9 +13,9 @@ struct Decoder {
         float numbers[CHUNK];
 #pragma unroll
         for (int j = 0; j < CHUNK; ++j) {
-            const uint32_t code = words[2 * i + j / 4] >> j % 4 * 8;
-            // As the first bits of an fp32 number, whose exponent has a bias of 127 and not 7, it stands for 2^-120 times the number.
-            numbers[j] = __uint_as_float((code & 0x80) << 24 | (code & 0x7F) << 20) * 0x1p120f * scale;
+            const int first = int(words[2 * i + j / 4] << (24 - j % 4 * 8));  // the code in the first byte
+            // Sign, exponent and mantissa in their places of an fp32 number. Its bias is 127 and not 7: it is 2^-120 times the number.
+            numbers[j] = __uint_as_float(first >> 4 & 0x87F00000) * 0x1p120f * scale;
         }
         return pack_chunk(numbers);
     }

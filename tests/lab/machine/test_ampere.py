@@ -148,7 +148,7 @@ def test_a_planted_fault_is_found(which: str, tmp_path: Path) -> None:
 # --- Frozen weights --------------------------------------------------------------------------------------------------------
 
 READING = {  # a frozen weight: entry, columns of a tile, macros, columns of the output
-    "up": ("up_forward", 128, macros(GATHER=1, HAS_BIAS=1, LOW_RANK=1, STORED=1), None),
+    "up": ("up_forward", 128, macros(GATHER=1, HAS_BIAS=1, LOW_RANK=5, STORED=1), None),
     "alternating": ("up_forward", 256, macros("alternating(clamped_swiglu)", GATHER=1, HAS_BIAS=1, STORED=1), None),
     "down": ("linear", 128, macros(GATHER=0, HAS_BIAS=1, STORED=1), range(32, 136)),
     "dX": ("linear", 128, macros(GATHER=0, B_MN=1, LOW_RANK=1, STORED=1), range(32, 160)),

@@ -87,7 +87,7 @@ struct RowLoads {
 #ifdef STORED
     // Loads the first run of the stage that `copy` makes next.
     DEVICE void load() {
-        if (!begun || left > 0) load_run(0);  // else the low rank's part follows, in bf16
+        if (left > 0 && !(LOW_RANK && in_low)) load_run(0);  // else the low rank's part follows, in bf16
     }
 
     // Decodes the second run of the stage that `copy` made last.
