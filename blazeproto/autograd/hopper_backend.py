@@ -24,6 +24,7 @@ other sums than `combine`'s.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -44,8 +45,10 @@ from blazeproto.gemm.e4m3 import Quantized
 from blazeproto.gemm.quantize import OnStream
 from blazeproto.gemm.recipe import FP8
 from blazeproto.gemm.rows import LowRankTerm, shape_of
+from blazeproto.gemm.stored import packed
 from blazeproto.gemm.tiles import ALIGNMENT, FACTORS
 from blazeproto.runtime.arrays import current_stream
+from blazeproto.stored.weight import StoredWeight
 
 READS_ACT = False  # `down_backward_act` makes it in registers
 build_dispatch = fill_dispatch
@@ -87,7 +90,7 @@ def down_forward(step: BackendStep, act: Tensor, out: Tensor, *, overwrite_act: 
         return
     added = _low_rank(step.low, turned=transposed)
     # As if gated. In fp8 half of what bf16 has, so that Y leaves room for the weights' copies.
-    for columns in column_slices(rows.num_rows, widths[0], 2 * _numbers(step.weight).nbytes):
+    for columns in column_slices(rows.num_rows, widths[0], 2 * _bytes(step.weight, out)):
         # Over act, where a tile has whole rows of both: it has read its part of act before it writes the same part of Y.
         over = overwrite_act and acts is act and linear.may_lie_over(None, transposed, widths, len(columns), rows.arch)
         y = act if over else out.new_empty(rows.num_rows, len(columns))
@@ -144,7 +147,7 @@ def up_backward_act(step: BackendStep, dh: Tensor, dx: Tensor) -> None:
     options: dict[str, Any] = {"low": added, "transposed": not transposed}
     if isinstance(lying, Quantized):  # the transpose
         options = {"name": "up_backward_act"}
-    for columns in column_slices(rows.num_rows, dx.shape[1], dx.element_size() * _numbers(step.weight).numel()):
+    for columns in column_slices(rows.num_rows, dx.shape[1], dx.element_size() * prod(shape_of(step.weight))):
         dx_rows = dx.new_empty(rows.num_rows, len(columns))
         linear.launch(of_dh, lying, rows, columns=columns, out=dx_rows, **options)
         (step.add_up or launch_combine)(dx_rows, rows, columns=columns, out=dx)
@@ -256,9 +259,9 @@ def _rows(t: Tensor) -> Any:
     return rows_in(t, width_of(t)) if t.dtype == torch.uint8 else t
 
 
-def _numbers(of: Tensor | Quantized) -> Tensor:
-    numbers: Tensor = of.values if isinstance(of, Quantized) else of
-    return numbers
+def _bytes(weight: Any, out: Tensor) -> int:
+    """A weight's bytes in the type that products multiply. A stored weight counts as a decoded one."""
+    return prod(shape_of(weight)) * (1 if isinstance(weight, Quantized) else out.element_size())
 
 
 def _new_rows(like: Tensor | Quantized, num_rows: int, width: int) -> Tensor:
@@ -266,9 +269,11 @@ def _new_rows(like: Tensor | Quantized, num_rows: int, width: int) -> Tensor:
     return new_rows(like.values, num_rows, width) if isinstance(like, Quantized) else like.new_empty(num_rows, width)
 
 
-def _as_it_lies(weight: Tensor | Quantized) -> tuple[Any, bool]:
+def _as_it_lies(weight: Tensor | Quantized | StoredWeight) -> tuple[Any, bool]:
     """A weight (E, out, in) ready for the kernels, and False; or, of a transposed view, what it is a view of, (E, in, out), and
     True."""
+    if isinstance(weight, StoredWeight):
+        return packed(weight), False
     if isinstance(weight, Quantized):
         return weight, False
     if not weight.is_contiguous() and weight.mT.is_contiguous():

@@ -25,7 +25,18 @@ from blazeproto.gemm.product import (
     tiled_kernel,
     variants,
 )
-from blazeproto.gemm.rows import address, element_of, h_box, low_maps, rank_of, rows_plan, scales, shape_of, words
+from blazeproto.gemm.rows import (
+    address,
+    element_of,
+    h_box,
+    low_maps,
+    rank_of,
+    rows_plan,
+    scales,
+    shape_of,
+    storage_of,
+    words,
+)
 from blazeproto.gemm.specification import Specification, by_tile, low_rank
 from blazeproto.gemm.tiles import BM, CANDIDATES, E4M3, SLAB, TILES, TileConfig, chosen, chosen_for_any, table_of
 from blazeproto.runtime import checks, driver
@@ -147,6 +158,7 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
         B_MN=not variant.transposed,
         low_rank=variant.low_rank,
         arch=variant.arch,
+        **variant.decoding,
         **macros,
     )
 
@@ -197,7 +209,15 @@ def launch(
         element, widths = element_of(d_out), (shape_of(d_out)[1], shape_of(a_scaled)[1])
         config = config or chosen("down_backward_act", at.num_rows, at.num_experts, *widths, element, at.arch)
         lies = transposed or element is E4M3
-        variant = Variant(True, lies, activation=activation, rank=rank_of(low), element=element, arch=at.arch)
+        variant = Variant(
+            True,
+            lies,
+            activation=activation,
+            rank=rank_of(low),
+            element=element,
+            arch=at.arch,
+            stored=storage_of(down_proj),
+        )
         plan = _plan(at.where, shape_of(down_proj), variant, config, build_of("down_backward_act"))
         dh_at, a_at = address(dh), address(a_scaled)
         addresses = words(

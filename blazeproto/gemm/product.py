@@ -20,6 +20,7 @@ from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.e4m3 import scales_shape
 from blazeproto.gemm.recipe import RECIPES, Recipe, name_of
 from blazeproto.gemm.specification import Specification
+from blazeproto.gemm.stored import Storage
 from blazeproto.gemm.tiles import BF16, BK, BM, DEVICE_CONSTANTS, E4M3, QUANTIZED, SLAB, WARPGROUP, Element, TileConfig
 from blazeproto.runtime import checks
 from blazeproto.runtime.arch import AMPERE, HOPPER, Arch
@@ -47,7 +48,7 @@ class Variant(NamedTuple):
     bias: added.  activation: a name of `blazeproto.activations`.  rank: of low-rank factors, a multiple of 8, or 0.
     fused: a token's experts are summed in the product.  f32: into fp32.  scores: rows are weighed.
     dense_transposed, out_transposed: how a block-sparse product's dense operand and its output lie.
-    element: the type of the operands that may be quantized.  arch: the architecture.
+    element: the type of the operands that may be quantized.  arch: the architecture.  stored: of weights that the kernel decodes.
     """
 
     gather: bool = False
@@ -62,6 +63,12 @@ class Variant(NamedTuple):
     out_transposed: bool = False
     element: Element = BF16
     arch: Arch = HOPPER
+    stored: Storage | None = None
+
+    @property
+    def decoding(self) -> dict[str, int | str]:
+        """The macros of a kernel that decodes its weights."""
+        return self.stored.macros if self.stored else {}
 
     @property
     def low_rank(self) -> int:

@@ -9,6 +9,7 @@ from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.e4m3 import Quantized
 from blazeproto.gemm.launch import Box, Params, Plan, dense_box, persistent_grid
 from blazeproto.gemm.product import Variant
+from blazeproto.gemm.stored import Packed, Storage
 from blazeproto.gemm.tiles import BF16, BK, BM, E4M3, SLAB, Element, TileConfig
 
 ROWS_PARAMS = Params(
@@ -32,6 +33,10 @@ ROWS_PARAMS = Params(
 )
 SCALES = ("a_scales", "b_scales", "h_scales", "out0_scales", "out1_scales")
 QUANTIZED_ROWS_PARAMS = ROWS_PARAMS._replace(words=(*ROWS_PARAMS.words, *SCALES))
+STORED_ROWS_PARAMS = ROWS_PARAMS._replace(
+    words=(*ROWS_PARAMS.words, "scales", "zeros", "first_column"),
+    numbers=(*ROWS_PARAMS.numbers, "blocks_in_row", "blocks_in_expert"),
+)
 
 
 def rows_plan(
@@ -53,9 +58,11 @@ def rows_plan(
     or with ``mn_major`` (E, reduction, m).  columns: output columns of each of its ``halves``, 2 where gate and up lie apart.
     biased: whether a kernel of this kind may add a bias (E, m)."""
     num_rows, num_experts, device = where
-    rank, element = variant.rank, variant.element
+    rank, element, stored = variant.rank, variant.element, variant.stored
+    of_weights = stored.element if stored else element
     shape = (*shape[:2], shape[2] // element.packing)
     width, reduction = shape[:0:-1] if mn_major else shape[1:]
+    lying = (*shape[:2], shape[2] // of_weights.packing) if stored else shape
     paired = element.packing == 2 and variant.gather  # PAIRED_ROWS (cuda/fp8.cuh)
     factor = (shape[0], rank, width) if mn_major else (shape[0], width, rank)
     tile_columns = config.tile_n // halves
@@ -66,16 +73,19 @@ def rows_plan(
         None if variant.gather else dense_box((reduction, num_rows), (BK, BM), element),
         _paired_box(shape, tile_columns, halves, element)
         if paired
-        else _weight_box(shape, columns, tile_columns, mn_major, halves, element, config.cluster),
+        else _weight_box(lying, columns, tile_columns, mn_major, halves, of_weights, config.cluster),
         h,
         out0,
         out1,
         dense_box((rank, num_rows), (BK, BM), element) if rank else None,
         _weight_box(factor, columns, tile_columns, mn_major, halves, element, config.cluster) if rank else None,
     )
-    numbers = (num_rows, num_experts, reduction, columns, width if biased else 0, rank)
+    numbers: tuple[int, ...] = (num_rows, num_experts, reduction, columns, width if biased else 0, rank)
     grid = persistent_grid(device, config.cluster, blocks_at_most * -(-columns // tile_columns))
     params = QUANTIZED_ROWS_PARAMS if element.scales else ROWS_PARAMS
+    if stored:
+        in_row = shape[2] // stored.columns
+        params, numbers = STORED_ROWS_PARAMS, (*numbers, in_row, shape[1] // stored.rows * in_row)
     return Plan(kernel, params, maps, numbers, grid=grid, device=device)
 
 
@@ -144,7 +154,7 @@ def element_of(operand: Any) -> Element:
 
 def address(operand: Any) -> int:
     """The address of an operand's numbers."""
-    return (operand.values if isinstance(operand, Quantized) else operand).data_ptr()  # type: ignore[no-any-return]
+    return (operand.values if isinstance(operand, Quantized | Packed) else operand).data_ptr()  # type: ignore[no-any-return]
 
 
 def shape_of(operand: Any) -> tuple[int, ...]:
@@ -152,9 +162,16 @@ def shape_of(operand: Any) -> tuple[int, ...]:
     return (operand.values if isinstance(operand, Quantized) else operand).shape  # type: ignore[no-any-return]
 
 
+def storage_of(weights: Any) -> Storage | None:
+    """How weights that a kernel decodes are stored; None for others."""
+    return weights.storage if isinstance(weights, Packed) else None
+
+
 def scales(*operands: Any, first: int = 0) -> tuple[int, ...]:
     """The addresses of the scales of `SCALES`' arrays, 0 for an array without scales; () if A, the first, has none. first: of
-    B's."""
+    B's. If B is `Packed`: of its scales and zero points, and ``first``, its first column."""
+    if isinstance(operands[1], Packed):
+        return operands[1].scales.data_ptr(), 0 if operands[1].zeros is None else operands[1].zeros.data_ptr(), first
     if not isinstance(operands[0], Quantized):
         return ()
     found = [each.scales.data_ptr() if isinstance(each, Quantized) else 0 for each in operands]

@@ -23,7 +23,18 @@ from blazeproto.gemm.product import (
     tiled_kernel,
     variants,
 )
-from blazeproto.gemm.rows import address, element_of, h_box, low_maps, rank_of, rows_plan, scales, shape_of, words
+from blazeproto.gemm.rows import (
+    address,
+    element_of,
+    h_box,
+    low_maps,
+    rank_of,
+    rows_plan,
+    scales,
+    shape_of,
+    storage_of,
+    words,
+)
 from blazeproto.gemm.specification import Specification, low_rank
 from blazeproto.gemm.tiles import BM, CANDIDATES, E4M3, SLAB, TileConfig, chosen, chosen_for_any, table_of
 from blazeproto.runtime import driver
@@ -114,6 +125,7 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
         HAS_BIAS=variant.bias,
         low_rank=variant.low_rank,
         arch=variant.arch,
+        **variant.decoding,
         **macros,
     )
 
@@ -160,7 +172,16 @@ def launch(
     element = element_of(x)
     if config is None:
         config = chosen("up_forward", at.num_rows, at.num_experts, shape_of(x)[1], shape_of(act)[1], element, at.arch)
-    variant = Variant(True, transposed, bias is not None, activation, rank_of(low), element=element, arch=at.arch)
+    variant = Variant(
+        True,
+        transposed,
+        bias is not None,
+        activation,
+        rank_of(low),
+        element=element,
+        arch=at.arch,
+        stored=storage_of(up_proj),
+    )
     plan = _plan(at.where, shape_of(up_proj), variant, config, build_of("up_forward"))
     h_at, act_at = address(h), address(act)
     filled = plan.fill(

@@ -19,16 +19,24 @@ from blazeproto.activations import ACTIVATIONS, clamped_swiglu
 from blazeproto.autograd import SavePolicy, hopper_backend, mlp, operators, private, steps
 from blazeproto.dispatch import Dispatch
 from blazeproto.gemm import TWINS, down_backward, fused, linear, reduce, up, weight
+from blazeproto.gemm.rows import address
+from blazeproto.gemm.stored import Packed
 from blazeproto.gemm.tiles import OF_AMPERE
 from blazeproto.runtime.arch import AMPERE, HOPPER
+from blazeproto.stored.weight import put_together
 from tests.autograd import test_grouped as grouped
 from tests.autograd.cases import WEIGHTS, assert_same_bits
 from tests.autograd.test_against_reference import ROUTINGS
+from tests.refusals import refuses
+from tests.stored.test_experts import FORMATS, stored_case
 
 
 def as_numpy(value):
     if isinstance(value, Dispatch):
         return replace(value, **{name: as_numpy(t) for name, t in value.arrays.items()})
+    if isinstance(value, Packed):
+        how = f"{value.storage.format} {value.storage.rows} {value.storage.columns}"
+        return put_together(how, *value[:3]).decode(dtype=torch.float64).numpy()
     if isinstance(value, tuple):
         return tuple(map(as_numpy, value))
     return value.detach().numpy() if isinstance(value, Tensor) else value
@@ -126,6 +134,18 @@ def test_y_lies_over_act_where_the_launchs_tiles_have_whole_rows(make_case, monk
     case = make_case(8, 256, 256, 4, 2)
     near(case.run(), case.reference())
     assert found == [over, False]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("workspace_bytes", [None, 20_000])
+def test_stored_weights_are_given_to_products_as_they_lie(watch, format, workspace_bytes):
+    seen = set()
+    for module in (up, linear, down_backward):
+        watch(module, "launch", lambda a, weights, *_, **__: seen.add(address(weights)))
+    case, plain = stored_case(format, bias=True, sentinels=True, dtype=torch.float64)
+    near(case.run(workspace_bytes=workspace_bytes), plain.reference())
+    assert {case.gate_up_proj.values.data_ptr(), case.down_proj.values.data_ptr()} <= seen
+    refuses(lambda: case.forward(down_proj=replace(case.down_proj, block=(1, 48))), "weight")
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "alternating(swiglu)", "relu2"])

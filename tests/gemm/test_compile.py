@@ -16,12 +16,13 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13"
 
 from blazeproto import gemm
 from blazeproto.activations import ACTIVATIONS
-from blazeproto.gemm import compile, nvrtc, tiles, weight_fp8
+from blazeproto.gemm import compile, down_backward, linear, nvrtc, tiles, up, weight_fp8
 from blazeproto.gemm.combine import slice_widths
 from blazeproto.gemm.compile import CompileError, Kernel, compile_in_subprocess, compile_many
 from blazeproto.gemm.launch import MAP_BYTES, Params
 from blazeproto.gemm.product import PACKAGE, TRANSPOSED, Sizes, Variant, variants
-from blazeproto.gemm.rows import QUANTIZED_ROWS_PARAMS, ROWS_PARAMS
+from blazeproto.gemm.rows import QUANTIZED_ROWS_PARAMS, ROWS_PARAMS, STORED_ROWS_PARAMS
+from blazeproto.gemm.stored import Storage
 from blazeproto.gemm.tiles import (
     CHOSEN,
     FORCED,
@@ -322,6 +323,27 @@ def test_every_kernel_of_ampere_compiles_for_every_gpu(target: str) -> None:
     assert not [kernel for kernel in made if kernel.spills or not kernel.complete]
 
 
+STORAGES = (("mxfp4", 1, 32, 1), ("int4", 1, 128, 2, True), ("nf4", 1, 64, 4), ("fp8", 128, 128, 4))
+STORED = [
+    kernel(None, Variant(rank=rank, transposed=transposed, arch=AMPERE, stored=Storage(*of)))
+    for of in STORAGES
+    for rank in (0, 16)
+    for kernel, transposed in (
+        (up.kernel, False),
+        (linear.kernel, False),
+        (linear.kernel, True),
+        (down_backward.kernel, False),
+    )
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_kernels_that_decode_weights_compile_without_spills(target: str) -> None:
+    made = compile_many([replace(kernel, arch=replace(AMPERE, target=target)) for kernel in STORED])
+    assert not [kernel for kernel in made if kernel.spills or kernel.smem_bytes > AMPERE.smem_limit]
+
+
 def layout_check(params: Params) -> str:
     """A kernel ``layout`` that compiles only if the struct lies in memory as described: where a field lies elsewhere, a call
     of a function without a body survives the optimiser. (NVRTC has no offsetof.)"""
@@ -345,6 +367,7 @@ STRUCTS = {
     "rows": (ROWS_PARAMS, gemm.kernel_for("up_forward")),
     "weights": (WEIGHT_PARAMS, gemm.kernel_for("up_backward_weight")),
     "rows of fp8": (QUANTIZED_ROWS_PARAMS, gemm.kernel_for("down_forward", precision="fp8")),
+    "rows of stored weights": (STORED_ROWS_PARAMS, STORED[0]),
     "weights of fp8": (weight_fp8.PARAMS, weight_fp8.kernel()),
 }
 

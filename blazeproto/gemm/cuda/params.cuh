@@ -36,9 +36,17 @@ struct RowsParams {
     const float* h_scales;              // (column blocks of H, rows)
     float *out0_scales, *out1_scales;   // (column blocks, rows), of outputs that are quantized
 #endif
+#ifdef STORED
+    const uint8_t* scales;  // (experts, rows of blocks, blocks in a row)
+    const int* zeros;       // HAS_ZEROS: eight rows' in a word
+    int64_t first_column;   // of the weights' columns: the first that is an output column
+#endif
     int rows, experts, reduction, columns;
     int bias_stride;  // columns of the weights: elements from one expert's bias to the next's
     int rank;         // LOW_RANK: elements of the reduction that follow the others
+#ifdef STORED
+    int blocks_in_row, blocks_in_expert;
+#endif
 };
 
 struct alignas(16) RowTile {

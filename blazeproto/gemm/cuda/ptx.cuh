@@ -271,11 +271,22 @@ DEVICE void store_shared_8(uint32_t dst, uint2 v) {
     asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(dst), "r"(v.x), "r"(v.y) : "memory");
 }
 
+DEVICE void store_shared_16(uint32_t dst, uint4 v) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
 // ---- arithmetic -----------------------------------------------------------------------------------------------
 DEVICE uint32_t pack_bf16(float low, float high) {
     uint32_t packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
+}
+
+// Each byte of the result is one of the eight of `low` and `high`, by a digit of the selector; 8 more: that byte's sign, in all bits.
+DEVICE uint32_t prmt(uint32_t low, uint32_t high, uint32_t selector) {
+    uint32_t bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
+    return bytes;
 }
 
 DEVICE float bf16_low(uint32_t packed) { return __uint_as_float(packed << 16); }
@@ -302,6 +313,23 @@ DEVICE uint32_t load_bf16x2(const bf16* pair) {
     uint32_t packed;
     asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(packed) : "l"(__cvta_generic_to_global(pair)));
     return packed;
+}
+
+DEVICE void load_16(uint32_t* to, const void* address) {
+    asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(__cvta_generic_to_global(address)));
+}
+
+DEVICE uint32_t load_u8(const void* address) {
+    uint32_t value;
+    asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(value) : "l"(__cvta_generic_to_global(address)));
+    return value;
+}
+
+DEVICE uint32_t load_u16(const void* address) {
+    uint32_t value;
+    asm volatile("ld.global.nc.u16 %0, [%1];" : "=r"(value) : "l"(__cvta_generic_to_global(address)));
+    return value;
 }
 
 DEVICE int load_s32(const int* address) {

@@ -190,14 +190,17 @@ def ampere_tiles(width: int) -> TileConfig:
 
 def with_tiles(entry: str, config: TileConfig, of: Mapping[str, Any]) -> Trial:
     """A call of up_forward, down_backward, linear or weight_gradient.  of: macros."""
-    deep = 64 * config.stages + 8  # a reduction of one stage more than the ring
+    across, along = (
+        (8, 8) if "STORED" not in of else (32, 8) if of["B_MN"] else (8, 32)
+    )  # a row of a stored weight: whole blocks
+    deep = 64 * config.stages + along  # a reduction of one stage more than the ring
     rank = max(0, 16 * int(of.get("LOW_RANK", 0)) - 8)
     given = ("bias",) if of.get("HAS_BIAS") else ()
     if entry in ("up_forward", "down_backward"):
         name = "up_forward" if entry == "up_forward" else "down_backward_act"
         activation = _activation(of)
         halves = activation_named(activation).halves
-        n = config.tile_n // (halves if entry == "up_forward" else 1) + 8
+        n = config.tile_n // (halves if entry == "up_forward" else 1) + across
         options = {"activation": activation, "transposed": bool(of["B_MN"]) == (entry == "up_forward")}
         case = awkward(Sizes(ROWS, deep, n, 4, 2), activation)
         return Trial(PRODUCTS[name].run, PRODUCTS[name].spec, case, options, rank, given, config=config)
@@ -206,7 +209,7 @@ def with_tiles(entry: str, config: TileConfig, of: Mapping[str, Any]) -> Trial:
         case = awkward(Sizes(deep, 136, config.tile_n + 8, 4, 2), "relu")
         options = {"gather": bool(of["GATHER"])}
         return Trial(PRODUCTS[name].run, PRODUCTS[name].spec, case, options, f32=bool(of["OUT_F32"]), config=config)
-    width = config.tile_n + 8
+    width = config.tile_n + across
     options = {"transposed": bool(of["B_MN"])}
     if of.get("FUSED_COMBINE") == 1:
         case, product = awkward(Sizes(ROWS, width, deep, 4, 2)), PRODUCTS["down_forward_fused"]

@@ -30,6 +30,8 @@
 //   Loads       MN_A, MN_B: which operands lie MN-major
 //               begin(tile): may start copies of its own, of indices say; they have landed when `copy` is called
 //               copy(stage): this thread's part of the tile's next stage
+//               STORED: load() loads a half of what is decoded of the next stage; `copy` decodes it and loads the other, and
+//               finish(stage) decodes that
 //               done(): whether the tile has no further stage
 //   Epilogue    store(acc, tile, strip): stores the accumulators. strip: STRIP_BYTES of shared memory, for this warp alone
 //               SEGMENT_STAGES: 0, or after how many stages add_segment(acc) adds the accumulators up and sets them to zero
@@ -135,6 +137,20 @@ struct Copier {
         }
     }
 
+    // Ahead of `copy`, by half a stage where that is possible: the loads of what it decodes.
+    DEVICE void load() {
+#ifdef STORED
+        if (index < scheduler.tiles()) loads.load();
+#endif
+    }
+
+    // Behind `copy` by half a stage: the rest of it.
+    DEVICE void finish(int slot) {
+#ifdef STORED
+        loads.finish(stage_at(slot));
+#endif
+    }
+
     // One stage, a group of copies; an empty one after the last.
     DEVICE void copy(int slot) {
         if (index < scheduler.tiles()) {
@@ -161,7 +177,11 @@ DEVICE void run(const typename Scheduler::Params& p) {
     cp_async_wait_group<0>();
     __syncthreads();
 #pragma unroll
-    for (int slot = 0; slot < STAGES - 1; ++slot) copier.copy(slot);
+    for (int slot = 0; slot < STAGES - 1; ++slot) {
+        copier.load();
+        copier.copy(slot);
+        copier.finish(slot);
+    }
     cp_async_wait_group<STAGES - 2>();
     __syncthreads();
     const typename Operands::Places places;
@@ -170,7 +190,10 @@ DEVICE void run(const typename Scheduler::Params& p) {
     for (int index = blockIdx.x; index < scheduler.tiles(); index += gridDim.x) {
         Accumulators acc = {};
         const int steps = scheduler.steps(scheduler.at(index));
-        if (steps > 0) copier.copy(before(slot));  // the strips of the tile before lay there
+        if (steps > 0) {
+            copier.load();
+            copier.copy(before(slot));  // the strips of the tile before lay there
+        }
         operands[0].fetch(places, stage_at(slot), 0);  // anew, so that the tile before was stored without them in its registers
 #pragma unroll 1
         for (int k = 0; k < steps; ++k) {
@@ -178,6 +201,10 @@ DEVICE void run(const typename Scheduler::Params& p) {
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
                 if (step + 1 < STEPS) {
+                    if (step == STEPS / 2 - 1) {
+                        copier.finish(before(slot));
+                        if (k + 1 < steps) copier.load();
+                    }
                     operands[(step + 1) % 2].fetch(places, stage_at(slot), step + 1);
                 } else {
                     cp_async_wait_group<STAGES - 2>();

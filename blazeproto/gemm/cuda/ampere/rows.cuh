@@ -3,6 +3,7 @@
 //   GATHER 0   a is already in expert order          GATHER 1   a[r] is row token(pair_indices[r]) of `source`
 //   B_MN 0     weights (E, columns, reduction)       B_MN 1     weights (E, reduction, columns)
 //   LOW_RANK   the reduction goes on over `rank` elements more: contiguous low_rows, and low_weights laid out like W
+//   STORED     W is a frozen weight, whose stage is decoded: registers between the load and the stage (../stored.cuh)
 //
 // Rows past the expert's end, and elements past the end of the reduction, become zeros in the stage.
 //
@@ -13,6 +14,9 @@
 //   warp      | w 0                   | w 1                     | ...
 #pragma once
 #include "mainloop.cuh"
+#ifdef STORED
+#include "stored.cuh"
+#endif
 
 // COLUMNS: of the output, in a tile.
 template <int COLUMNS>
@@ -41,12 +45,18 @@ struct RowLoads {
     static_assert(HALVES == 1 || 32 % A_ROWS == 0, "a pass has rows of one half");
 
     const RowsParams& p;
-    RowTile tile;                 // after `begin`, only LOW_RANK reads it
+    RowTile tile;                 // after `begin`, only LOW_RANK and STORED read it
     uint32_t rows[A_PASSES];      // where the rows begin, in chunks; GATHER: before the first stage, their pairs
     const uint8_t *a, *b;         // this thread's chunk of the next stage, in row 0 of `a` and in the first pass of B
     int left;                     // elements of the reduction, from the next stage on
     int rows_left, columns_left;  // of the tile, from this thread's first row of A and column of B on
     bool begun, in_low;           // whether the tile's first stage is copied; whether the low rank's part is reached
+#ifdef STORED
+    static constexpr int RUN_ROWS = THREADS * RUN / PANEL;  // swizzled rows that all threads decode at a time
+    static_assert(BN == 2 * RUN_ROWS, "a thread has two runs of a stage");
+    Packed packed;         // one of them
+    bool pending = false;  // whether it is the second of a stage
+#endif
 
     DEVICE explicit RowLoads(const RowsParams& params) : p(params) {}
 
@@ -74,18 +84,52 @@ struct RowLoads {
         }
     }
 
+#ifdef STORED
+    // Loads the first run of the stage that `copy` makes next.
+    DEVICE void load() {
+        if (left > 0 && !(LOW_RANK && in_low)) load_run(0);  // else the low rank's part follows, in bf16
+    }
+
+    // Decodes the second run of the stage that `copy` made last.
+    DEVICE void finish(uint32_t stage) {
+        if (pending) decode_run(stage + A_BYTES, 1);
+        pending = false;
+    }
+#endif
+
     DEVICE bool done() const { return begun && left <= 0 && (!LOW_RANK || in_low); }
 
     DEVICE void copy(uint32_t stage) {
         next_part();
         copy_a(stage);
-        copy_b(stage + A_BYTES);
+#ifdef STORED
+        if (!LOW_RANK || !in_low) {
+            decode_run(stage + A_BYTES, 0);
+            load_run(1);
+            pending = true;
+        } else
+#endif
+            copy_b(stage + A_BYTES);
         a += BK * OPERAND_BYTES;
         b += B_MN ? BK * weights().strides[0] : BK * OPERAND_BYTES;
         left -= BK;
     }
 
    private:
+#ifdef STORED
+    // A swizzled row of the stage, K-major or MN-major, is two runs.
+    DEVICE static int run_row(int i) { return threadIdx.x / 2 + i * RUN_ROWS; }
+
+    DEVICE void load_run(int i) {
+        const int at = run_row(i), first = threadIdx.x % 2 * RUN;
+        const int column = tile.column + (B_MN ? at / BK * PANEL + first : column_of(at));
+        const int reduced = p.reduction - left + (B_MN ? at % BK : first), of_weight = int(p.first_column) + half_of(at) * p.columns + column;
+        packed.load(p, tile.expert, B_MN ? reduced : of_weight, B_MN ? of_weight : reduced, column < p.columns && reduced < p.reduction);
+    }
+
+    DEVICE void decode_run(uint32_t stage, int i) const { packed.store(stage, run_row(i), threadIdx.x % 2 * (RUN / CHUNK)); }
+#endif
+
     // Prepares the addresses of a tile's first stage, and of the low rank's first stage.
     DEVICE void next_part() {
         if (GATHER && !begun) {

@@ -1,0 +1,22 @@
+// e4m3 in blocks (blazeproto/stored/fp8.py).
+#pragma once
+#include "ptx.cuh"
+
+constexpr int BITS = 8;
+
+struct Decoder {
+    float scale;
+
+    DEVICE Decoder(float of, int) : scale(of) {}
+
+    DEVICE uint4 chunk(const uint32_t* words, int i) const {
+        float numbers[CHUNK];
+#pragma unroll
+        for (int j = 0; j < CHUNK; ++j) {
+            const int first = int(words[2 * i + j / 4] << (24 - j % 4 * 8));  // the code in the first byte
+            // Sign, exponent and mantissa in their places of an fp32 number. Its bias is 127 and not 7: it is 2^-120 times the number.
+            numbers[j] = __uint_as_float(first >> 4 & 0x87F00000) * 0x1p120f * scale;
+        }
+        return pack_chunk(numbers);
+    }
+};

@@ -1,0 +1,13 @@
+// int4 in groups (blazeproto/stored/int4.py): code q is the number q - 8, as of zero points; the low half of a byte first.
+#pragma once
+#include "nibbles.cuh"
+
+struct Decoder : Codebook<false, false> {
+    // zero: a code; 8 without zero points.
+    DEVICE Decoder(float scale, int zero) {
+        float numbers[16];
+#pragma unroll
+        for (int code = 0; code < 16; ++code) numbers[code] = float(code - (HAS_ZEROS ? zero : 8)) * scale;
+        set(numbers);
+    }
+};
