@@ -45,8 +45,9 @@ from blazeproto.gemm.e4m3 import Quantized
 from blazeproto.gemm.quantize import OnStream
 from blazeproto.gemm.recipe import FP8
 from blazeproto.gemm.rows import LowRankTerm, shape_of
-from blazeproto.gemm.stored import packed
-from blazeproto.gemm.tiles import ALIGNMENT, FACTORS
+from blazeproto.gemm.stored import Packed, packed, slots_for
+from blazeproto.gemm.tiles import ALIGNMENT, BF16, FACTORS
+from blazeproto.runtime.arch import AMPERE
 from blazeproto.runtime.arrays import current_stream
 from blazeproto.stored.weight import StoredWeight
 
@@ -70,22 +71,24 @@ def up_forward(step: BackendStep, x: Tensor | Quantized, h: Tensor | None, act: 
     h = _new_rows(x, num_rows, up_width) if h is None else h
     act = _new_rows(x, num_rows, up_width // activation_named(activation).halves) if act is None else act
     # Names keep copies alive until the launch is in the stream.
-    x, (up_proj, transposed) = operand(x), _as_it_lies(step.weight)
+    x, (up_proj, transposed) = operand(x), _as_it_lies(step)
     bias = None if step.bias is None else ready(cast(step.bias, h.dtype))
     options: dict[str, Any] = {"bias": bias, "low": _low_rank(step.low, turned=transposed)}
     places = {"h": _rows(h), "act": _rows(act)}
-    up.launch(x, up_proj, step.rows, activation=activation, transposed=transposed, **options, **places)
+    rows = _readers(up_proj, step.rows)
+    up.launch(x, _anew(up_proj), rows, activation=activation, transposed=transposed, **options, **places)
     return h, act
 
 
 def down_forward(step: BackendStep, act: Tensor, out: Tensor, *, overwrite_act: bool) -> None:
-    rows, widths = step.rows, shape_of(step.weight)[1:]
-    act, (down_proj, transposed), scores = ready(act), _as_it_lies(step.weight), ready(step.scores)
+    widths, is_fused = shape_of(step.weight)[1:], step.combine != "gather"
+    act, (down_proj, transposed), scores = ready(act), _as_it_lies(step, always=is_fused), ready(step.scores)
+    rows = _readers(down_proj, step.rows)
     acts = _rows(act)
     bias = None if step.bias is None else ready(cast(step.bias, out.dtype))
-    if step.combine != "gather":
+    if is_fused:
         sums = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-        fused.launch(acts, down_proj, scores, rows, transposed=transposed, bias=bias, out_f32=sums)
+        fused.launch(acts, _anew(down_proj), scores, rows, transposed=transposed, bias=bias, out_f32=sums)
         out.copy_(sums)
         return
     added = _low_rank(step.low, turned=transposed)
@@ -94,7 +97,7 @@ def down_forward(step: BackendStep, act: Tensor, out: Tensor, *, overwrite_act: 
         # Over act, where a tile has whole rows of both: it has read its part of act before it writes the same part of Y.
         over = overwrite_act and acts is act and linear.may_lie_over(None, transposed, widths, len(columns), rows.arch)
         y = act if over else out.new_empty(rows.num_rows, len(columns))
-        linear.launch(acts, down_proj, rows, transposed=transposed, bias=bias, columns=columns, low=added, out=y)
+        linear.launch(acts, _anew(down_proj), rows, transposed=transposed, bias=bias, columns=columns, low=added, out=y)
         (step.add_up or launch_combine)(y, rows, scores=scores, columns=columns, out=out)
         del y  # before the next one is allocated
 
@@ -109,7 +112,7 @@ def down_backward_act(
     overwrite_h: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """One kernel makes all three, with act in its registers."""
-    d_out, (lying, transposed), h, scores = operand(d_out), _as_it_lies(step.weight), ready(h), ready(step.scores)
+    d_out, (lying, transposed), h, scores = operand(d_out), _as_it_lies(step, always=True), ready(h), ready(step.scores)
     of_h, activation = _rows(h), step.activation
     num_rows, d_expert = h.shape[0], shape_of(of_h)[1] // activation_named(activation).halves
     # Over H: a tile reads its part of H before it writes the same part of dH.
@@ -118,7 +121,7 @@ def down_backward_act(
     d_scores = torch.empty_like(scores)
     down_act.launch(
         d_out,
-        lying,
+        _anew(lying),
         of_h,
         scores,
         step.rows,
@@ -137,11 +140,13 @@ def down_backward_act(
 
 
 def up_backward_act(step: BackendStep, dh: Tensor, dx: Tensor) -> None:
-    of_dh, (lying, transposed), rows = _rows(ready(dh)), _as_it_lies(step.weight), step.rows
+    is_fused = step.combine == "fused_both"
+    of_dh, (lying, transposed) = _rows(ready(dh)), _as_it_lies(step, always=is_fused)
+    rows = _readers(lying, step.rows)
     added = _low_rank(step.low, turned=transposed)
-    if step.combine == "fused_both":
+    if is_fused:
         sums = torch.zeros(dx.shape, dtype=torch.float32, device=dx.device)
-        fused.launch_dx(of_dh, lying, rows, transposed=transposed, low=added, dx_f32=sums)
+        fused.launch_dx(of_dh, _anew(lying), rows, transposed=transposed, low=added, dx_f32=sums)
         dx.copy_(sums)
         return
     options: dict[str, Any] = {"low": added, "transposed": not transposed}
@@ -149,7 +154,7 @@ def up_backward_act(step: BackendStep, dh: Tensor, dx: Tensor) -> None:
         options = {"name": "up_backward_act"}
     for columns in column_slices(rows.num_rows, dx.shape[1], dx.element_size() * prod(shape_of(step.weight))):
         dx_rows = dx.new_empty(rows.num_rows, len(columns))
-        linear.launch(of_dh, lying, rows, columns=columns, out=dx_rows, **options)
+        linear.launch(of_dh, _anew(lying), rows, columns=columns, out=dx_rows, **options)
         (step.add_up or launch_combine)(dx_rows, rows, columns=columns, out=dx)
         del dx_rows  # before the next one, or the weight gradient, is allocated
 
@@ -269,13 +274,30 @@ def _new_rows(like: Tensor | Quantized, num_rows: int, width: int) -> Tensor:
     return new_rows(like.values, num_rows, width) if isinstance(like, Quantized) else like.new_empty(num_rows, width)
 
 
-def _as_it_lies(weight: Tensor | Quantized | StoredWeight) -> tuple[Any, bool]:
-    """A weight (E, out, in) ready for the kernels, and False; or, of a transposed view, what it is a view of, (E, in, out), and
-    True."""
+def _as_it_lies(step: BackendStep, *, always: bool = False) -> tuple[Any, bool]:
+    """The step's weight (E, out, in) ready for the kernels, and False; or, of a transposed view, what it is a view of, (E, in, out),
+    and True. always: `slots_for`."""
+    weight: Tensor | Quantized | StoredWeight = step.weight
     if isinstance(weight, StoredWeight):
-        return packed(weight), False
+        slots = slots_for(weight.shape, step.rows, always=always)
+        ring = (
+            weight.values.new_empty(BF16.bytes * slots * prod(weight.shape[1:]), dtype=torch.uint8) if slots else None
+        )
+        return packed(weight, slots)._replace(ring=ring), False
     if isinstance(weight, Quantized):
         return weight, False
     if not weight.is_contiguous() and weight.mT.is_contiguous():
         return ready(weight.mT), True
     return ready(weight), False
+
+
+def _anew(weight: Any) -> Any:
+    """A weight as one launch takes it: a ring of decoded experts is empty."""
+    if not isinstance(weight, Packed) or weight.ring is None:
+        return weight
+    return weight._replace(progress=torch.zeros(2 * weight.shape[0], dtype=torch.int32, device=weight.ring.device))
+
+
+def _readers(weight: Any, rows: Addresses) -> Addresses:
+    """The rows as kernels that can read the weight take them: Ampere's, where a stored one has no ring."""
+    return rows._replace(arch=AMPERE) if isinstance(weight, Packed) and weight.ring is None else rows

@@ -29,7 +29,7 @@ from blazeproto.gemm.rows import (
     address,
     element_of,
     h_box,
-    low_maps,
+    last_maps,
     rank_of,
     rows_plan,
     scales,
@@ -38,6 +38,7 @@ from blazeproto.gemm.rows import (
     words,
 )
 from blazeproto.gemm.specification import Specification, by_tile, low_rank
+from blazeproto.gemm.stored import alone
 from blazeproto.gemm.tiles import BM, CANDIDATES, E4M3, SLAB, TILES, TileConfig, chosen, chosen_for_any, table_of
 from blazeproto.runtime import checks, driver
 
@@ -218,7 +219,9 @@ def launch(
             arch=at.arch,
             stored=storage_of(down_proj),
         )
-        plan = _plan(at.where, shape_of(down_proj), variant, config, build_of("down_backward_act"))
+        plan = _plan(
+            at.where, shape_of(down_proj), variant, alone(config, variant.stored), build_of("down_backward_act")
+        )
         dh_at, a_at = address(dh), address(a_scaled)
         addresses = words(
             at,
@@ -229,7 +232,7 @@ def launch(
             scores=scores.data_ptr(),
             sums=workspace.data_ptr(),
         )
-        maps = (address(down_proj), address(h), dh_at, a_at, *low_maps(low))
+        maps = (address(down_proj), address(h), dh_at, a_at, *last_maps(low, down_proj))
         driver.launch(*plan.fill(maps, addresses + scales(d_out, down_proj, h, dh, a_scaled)), at.stream)
     reduce.launch_reduce_scores_grad(workspace, d_scores, at)
 

@@ -11,7 +11,7 @@ from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import linear
 from blazeproto.gemm.arguments import Array, LowRankTerm
 from blazeproto.gemm.product import BOTH, Product, Variant, build_of, variants
-from blazeproto.gemm.rows import low_maps, rank_of, words
+from blazeproto.gemm.rows import address, last_maps, rank_of, scales, storage_of, words
 from blazeproto.gemm.specification import Specification, by_tile, low_rank
 from blazeproto.gemm.tiles import CANDIDATES, TILES, TileConfig, tiles_for
 from blazeproto.runtime import driver
@@ -111,10 +111,11 @@ def launch(
     if not at.num_rows:
         return
     config, build = config or TILES["down_forward"], build_of("down_forward_fused")
-    variant = WEIGHED._replace(transposed=transposed, bias=bias is not None)
+    variant = WEIGHED._replace(transposed=transposed, bias=bias is not None, stored=storage_of(down_proj))
     plan = linear.plan(at.where, down_proj.shape, out_f32.shape[1], variant, config, build)
     addresses = words(at, config=config, bias=bias, scores=scores.data_ptr(), sums=out_f32.data_ptr())
-    driver.launch(*plan.fill((act.data_ptr(), down_proj.data_ptr()), addresses), at.stream)
+    maps = (act.data_ptr(), address(down_proj), *last_maps(None, down_proj))
+    driver.launch(*plan.fill(maps, addresses + scales(act, down_proj)), at.stream)
 
 
 def launch_dx(
@@ -133,10 +134,11 @@ def launch_dx(
         return
     columns, build = dx_f32.shape[1], build_of("up_backward_act_fused")
     config = linear.tiles(config, not transposed, columns)
-    variant = Variant(transposed=not transposed, rank=rank_of(low), fused=True)
+    variant = Variant(transposed=not transposed, rank=rank_of(low), fused=True, stored=storage_of(up_proj))
     plan = linear.plan(at.where, up_proj.shape, columns, variant, config, build)
-    maps = (dh.data_ptr(), up_proj.data_ptr(), *low_maps(low))
-    driver.launch(*plan.fill(maps, words(at, config=config, sums=dx_f32.data_ptr())), at.stream)
+    maps = (dh.data_ptr(), address(up_proj), *last_maps(low, up_proj))
+    addresses = words(at, config=config, sums=dx_f32.data_ptr())
+    driver.launch(*plan.fill(maps, addresses + scales(dh, up_proj)), at.stream)
 
 
 WEIGHED = Variant(fused=True, scores=True)

@@ -31,8 +31,9 @@ from blazeproto.gemm.product import (
     tiled_kernel,
     variants,
 )
-from blazeproto.gemm.rows import address, element_of, low_maps, rank_of, rows_plan, scales, shape_of, storage_of, words
+from blazeproto.gemm.rows import address, element_of, last_maps, rank_of, rows_plan, scales, shape_of, storage_of, words
 from blazeproto.gemm.specification import Specification, by_tile, low_rank
+from blazeproto.gemm.stored import alone
 from blazeproto.gemm.tiles import (
     BF16,
     CANDIDATES,
@@ -300,13 +301,14 @@ def launch(
         arch=at.arch,
         stored=storage_of(weights),
     )
+    config = alone(config, variant.stored)
     made = plan(at.where, shape, count, variant, config, build_of(name or name_of(transposed)))
     a_at, out_at = address(a), out.data_ptr()
     weights_at = address(weights)
     if variant.stored is None:  # else the kernel is told
         weights_at += element.bits // 8 * first * (1 if transposed else inner)
     maps: tuple[int, ...] = (weights_at, out_at) if gather else (a_at, weights_at, out_at)
-    maps += low_maps(low, first * (1 if transposed else rank_of(low)))
+    maps += last_maps(low, weights, first * (1 if transposed else rank_of(low)))
     addresses = words(at, config=config, source=a_at if gather else 0, out0=out_at, bias=bias, first_column=first)
     addresses += scales(a, weights, None, None, None, first=first if variant.stored else first // BLOCK * blocks(inner))
     driver.launch(*made.fill(maps, addresses), at.stream)

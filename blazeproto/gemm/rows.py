@@ -1,5 +1,6 @@
 """The argument of the products by rows (cuda/tiles.cuh: RowsParams), which up.py, linear.py and down_backward.py share."""
 
+from math import prod
 from typing import Any
 
 from blazeproto.dispatch.structures import Addresses
@@ -7,9 +8,9 @@ from blazeproto.gemm import tickets
 from blazeproto.gemm.arguments import LowRankTerm
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.e4m3 import Quantized
-from blazeproto.gemm.launch import Box, Params, Plan, dense_box, persistent_grid
+from blazeproto.gemm.launch import Box, Params, Plan, dense_box, num_sms, persistent_grid
 from blazeproto.gemm.product import Variant
-from blazeproto.gemm.stored import Packed, Storage
+from blazeproto.gemm.stored import LINES, Packed, Storage, decoders
 from blazeproto.gemm.tiles import BF16, BK, BM, E4M3, SLAB, Element, TileConfig
 
 ROWS_PARAMS = Params(
@@ -34,8 +35,13 @@ ROWS_PARAMS = Params(
 SCALES = ("a_scales", "b_scales", "h_scales", "out0_scales", "out1_scales")
 QUANTIZED_ROWS_PARAMS = ROWS_PARAMS._replace(words=(*ROWS_PARAMS.words, *SCALES))
 STORED_ROWS_PARAMS = ROWS_PARAMS._replace(
-    words=(*ROWS_PARAMS.words, "scales", "zeros", "first_column"),
-    numbers=(*ROWS_PARAMS.numbers, "blocks_in_row", "blocks_in_expert"),
+    maps=(*ROWS_PARAMS.maps, "decoded"),
+    words=(*ROWS_PARAMS.words, "scales", "zeros", "first_column", "values", "progress"),
+    numbers=(
+        *ROWS_PARAMS.numbers,
+        *("blocks_in_row", "blocks_in_expert"),
+        *("slots", "slot_rows", "slot_columns", "decoders"),
+    ),
 )
 
 
@@ -63,13 +69,18 @@ def rows_plan(
     shape = (*shape[:2], shape[2] // element.packing)
     width, reduction = shape[:0:-1] if mn_major else shape[1:]
     lying = (*shape[:2], shape[2] // of_weights.packing) if stored else shape
+    if stored and stored.slots:
+        lying, of_weights = (
+            (stored.slots, *((reduction, columns) if mn_major else (columns * halves, reduction))),
+            element,
+        )
     paired = element.packing == 2 and variant.gather  # PAIRED_ROWS (cuda/fp8.cuh)
     factor = (shape[0], rank, width) if mn_major else (shape[0], width, rank)
     tile_columns = config.tile_n // halves
     if config.tickets:
         tickets.counters(device)  # now, because a later launch may be captured, and then no memory can be had
     blocks_at_most = num_rows // BM + min(num_experts, num_rows)
-    maps = (
+    maps: tuple[Box | None, ...] = (
         None if variant.gather else dense_box((reduction, num_rows), (BK, BM), element),
         _paired_box(shape, tile_columns, halves, element)
         if paired
@@ -84,8 +95,15 @@ def rows_plan(
     grid = persistent_grid(device, config.cluster, blocks_at_most * -(-columns // tile_columns))
     params = QUANTIZED_ROWS_PARAMS if element.scales else ROWS_PARAMS
     if stored:
-        in_row = shape[2] // stored.columns
-        params, numbers = STORED_ROWS_PARAMS, (*numbers, in_row, shape[1] // stored.rows * in_row)
+        in_row, decoding = shape[2] // stored.columns, 0
+        decoded = None
+        if stored.slots:
+            decoding, slot = decoders(num_rows, num_experts, num_sms(device)), prod(lying[1:])
+            decoded = dense_box((SLAB, slot // SLAB, stored.slots), (SLAB, LINES, 1))
+            grid = min(grid, num_sms(device) - decoding) + decoding
+        of_ring = stored.slots, *lying[1:], decoding
+        params, maps = STORED_ROWS_PARAMS, (*maps, decoded)
+        numbers = (*numbers, in_row, shape[1] // stored.rows * in_row, *of_ring)
     return Plan(kernel, params, maps, numbers, grid=grid, device=device)
 
 
@@ -154,6 +172,8 @@ def element_of(operand: Any) -> Element:
 
 def address(operand: Any) -> int:
     """The address of an operand's numbers."""
+    if isinstance(operand, Packed) and operand.ring is not None:
+        operand = operand.ring
     return (operand.values if isinstance(operand, Quantized | Packed) else operand).data_ptr()  # type: ignore[no-any-return]
 
 
@@ -169,9 +189,10 @@ def storage_of(weights: Any) -> Storage | None:
 
 def scales(*operands: Any, first: int = 0) -> tuple[int, ...]:
     """The addresses of the scales of `SCALES`' arrays, 0 for an array without scales; () if A, the first, has none. first: of
-    B's. If B is `Packed`: of its scales and zero points, and ``first``, its first column."""
-    if isinstance(operands[1], Packed):
-        return operands[1].scales.data_ptr(), 0 if operands[1].zeros is None else operands[1].zeros.data_ptr(), first
+    B's. If B is `Packed`: of its scales and zero points, ``first``, its first column, and of its numbers and its ring's progress."""
+    if isinstance(b := operands[1], Packed):
+        zeros, progress = (0 if t is None else t.data_ptr() for t in (b.zeros, b.progress))
+        return b.scales.data_ptr(), zeros, first, b.values.data_ptr(), progress
     if not isinstance(operands[0], Quantized):
         return ()
     found = [each.scales.data_ptr() if isinstance(each, Quantized) else 0 for each in operands]
@@ -183,6 +204,8 @@ def rank_of(low: LowRankTerm | None) -> int:
     return 0 if low is None else int(low.rows.shape[1])
 
 
-def low_maps(low: LowRankTerm | None, first_element: int = 0) -> tuple[int, ...]:
-    """The addresses of its tensor maps, which are a struct's last. first_element: of the factor, where columns are left out."""
-    return () if low is None else (low.rows.data_ptr(), low.factor.data_ptr() + BF16.bytes * first_element)
+def last_maps(low: LowRankTerm | None, weights: Any, first_element: int = 0) -> tuple[int, ...]:
+    """The addresses of a struct's last tensor maps: of a low-rank term's and of a ring of decoded experts. first_element: of the
+    factor, where columns are left out."""
+    of_low = () if low is None else (low.rows.data_ptr(), low.factor.data_ptr() + BF16.bytes * first_element)
+    return (*of_low, weights.ring.data_ptr()) if isinstance(weights, Packed) and weights.ring is not None else of_low

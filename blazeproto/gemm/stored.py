@@ -1,20 +1,31 @@
-"""A frozen weight as a launch takes it: a kernel decodes it to bf16 between load and tensor core (cuda/stored.cuh)."""
+"""A frozen weight as a launch takes it: a kernel decodes it to bf16 between load and tensor core (cuda/stored.cuh). On Hopper some
+multiprocessors decode it, expert by expert, into a ring from which the others multiply (cuda/decoders.cuh)."""
 
+from dataclasses import replace
+from math import ceil, prod
 from typing import Any, NamedTuple
 
-from blazeproto.gemm.tiles import ELEMENTS, Element
+from blazeproto.dispatch.structures import Addresses
+from blazeproto.gemm.tiles import BF16, ELEMENTS, Element, TileConfig
 from blazeproto.runtime import checks
+from blazeproto.runtime.arch import AMPERE
 
 RUN = 32  # numbers of a row that a thread decodes at a time: one scale
 FORMATS = {"mxfp4": 1, "int4": 2, "nf4": 3, "fp8": 4}
 """STORED of a format's kernels (cuda/stored.cuh), by the name that `blazeproto.stored` has for it."""
+
+LINES = 16  # of 64 numbers: what a warp of decoders stores at a time
+RING_BYTES = 60 << 20  # of decoded experts, at most; two experts at least
+MOST_SLOTS = 8
+FEW_ROWS = 64  # of an expert, in the mean: with fewer, kernels that decode in each multiprocessor are faster
+DECODED_ROWS = 100  # an expert's weights take as long to decode as to multiply by so many rows
 
 
 class Storage(NamedTuple):
     """All of a frozen weight that a kernel is compiled for.
 
     format: a name of `FORMATS`.  rows, columns: the block of numbers that share a scale.  scale_bytes: of a scale.
-    zeros: whether the weight has zero points.
+    zeros: whether the weight has zero points.  slots: experts in the ring; 0: without one, as Ampere's kernels are.
     """
 
     format: str
@@ -22,6 +33,7 @@ class Storage(NamedTuple):
     columns: int
     scale_bytes: int
     zeros: bool = False
+    slots: int = 0
 
     @property
     def element(self) -> Element:
@@ -36,20 +48,41 @@ class Storage(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """values, scales, zeros (or None): the tensors of a `StoredWeight`.  shape: (E, out, in)."""
+    """values, scales, zeros (or None): the tensors of a `StoredWeight`.  shape: (E, out, in).
+    ring, progress: room for ``storage.slots`` decoded experts, and (2 E,) int32 that are zero when a launch begins; or None."""
 
     values: Any
     scales: Any
     zeros: Any
     storage: Storage
     shape: tuple[int, int, int]
+    ring: Any = None
+    progress: Any = None
 
 
-def packed(weight: Any) -> Packed:
-    """A `StoredWeight` as a launch takes it. ValueError for a format or a block that no kernel decodes."""
+def slots_for(shape: tuple[int, ...], at: Addresses, *, always: bool = False) -> int:
+    """Slots of the ring for a weight (E, out, in) and the rows of a dispatch; 0 for kernels without a ring: Ampere's, which on Hopper
+    are the faster ones for few rows. always: Hopper's own, whose bits may be others."""
+    if at.arch is AMPERE or (at.num_rows < FEW_ROWS * shape[0] and not always):
+        return 0
+    return max(2, min(shape[0], MOST_SLOTS, RING_BYTES // (BF16.bytes * prod(shape[1:]))))
+
+
+def alone(config: TileConfig, stored: Storage | None) -> TileConfig:
+    """The tiles of kernels with a ring, whose CTAs do not share weights."""
+    return replace(config, cluster=1) if stored and stored.slots else config
+
+
+def decoders(num_rows: int, num_experts: int, sms: int) -> int:
+    """Multiprocessors of ``sms`` that decode, so that the others do not wait for them."""
+    return max(1, min(sms // 2, ceil(sms * DECODED_ROWS / (DECODED_ROWS + num_rows / num_experts))))
+
+
+def packed(weight: Any, slots: int = 0) -> Packed:
+    """A `StoredWeight` as a launch takes it, without its ring. ValueError for a format or a block that no kernel decodes."""
     values, scales, zeros = weight.tensors
     checks.require(weight.format in FORMATS, "weight", f"a format of {', '.join(FORMATS)} for kernels", weight.format)
     rows, columns = weight.block
     checks.require(columns % RUN == 0, "weight", f"scales of a multiple of {RUN} numbers for kernels", columns)
-    storage = Storage(weight.format, rows, columns, scales.element_size(), zeros is not None)
+    storage = Storage(weight.format, rows, columns, scales.element_size(), zeros is not None, slots)
     return Packed(values, scales, zeros, storage, tuple(weight.shape))

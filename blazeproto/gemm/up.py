@@ -27,7 +27,7 @@ from blazeproto.gemm.rows import (
     address,
     element_of,
     h_box,
-    low_maps,
+    last_maps,
     rank_of,
     rows_plan,
     scales,
@@ -36,6 +36,7 @@ from blazeproto.gemm.rows import (
     words,
 )
 from blazeproto.gemm.specification import Specification, low_rank
+from blazeproto.gemm.stored import alone
 from blazeproto.gemm.tiles import BM, CANDIDATES, E4M3, SLAB, TileConfig, chosen, chosen_for_any, table_of
 from blazeproto.runtime import driver
 
@@ -182,10 +183,10 @@ def launch(
         arch=at.arch,
         stored=storage_of(up_proj),
     )
-    plan = _plan(at.where, shape_of(up_proj), variant, config, build_of("up_forward"))
+    plan = _plan(at.where, shape_of(up_proj), variant, alone(config, variant.stored), build_of("up_forward"))
     h_at, act_at = address(h), address(act)
     filled = plan.fill(
-        (address(up_proj), h_at, act_at, *low_maps(low)),
+        (address(up_proj), h_at, act_at, *last_maps(low, up_proj)),
         words(at, config=config, source=address(x), out0=h_at, out1=act_at, bias=bias)
         + scales(x, up_proj, None, h, act),
     )

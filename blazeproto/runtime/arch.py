@@ -62,7 +62,7 @@ HOPPER = Arch(
     ("cp.async", "cp.async.bulk.tensor"),
     "wgmma",
     True,
-    ("fp8", "fused", "block-sparse", "symmetric"),
+    ("fp8", "fused", "block-sparse", "symmetric", "stored weights"),
 )
 # 99 KB: what a CTA may have on 8.6, 8.9 and 12.0.
 AMPERE = Arch(

@@ -42,6 +42,9 @@ using Element = E4m3;  // of operands
 #else
 using Element = Bf16;
 #endif
+#ifdef STORED
+#include "decoders.cuh"
+#endif
 
 template <class Scheduler>
 struct PlainEpilogue {
@@ -173,6 +176,9 @@ DEVICE void consume(const typename Scheduler::Params& p, const Scheduler& schedu
                 if (left == 1) look_at(position + 1);
             });
         }
+#ifdef STORED
+        if (strip == 0 && warpgroup_thread() == 0) tell_read(p, tile);
+#endif
         if constexpr (VARLEN_K) {
             if (scheduler.is_partial(tile)) {
                 MARK(BEGIN, STORE);
@@ -194,6 +200,9 @@ template <class Scheduler, class Producer, class Epilogue>
 DEVICE void run(const typename Scheduler::Params& p) {
     static_assert(EPILOGUE_OFFSET + CONSUMERS * Epilogue::SMEM_BYTES <= Scheduler::SMEM_OFFSET,
                   "the stages and the epilogue do not fit");
+#ifdef STORED
+    if (int(blockIdx.x) < p.decoders) return decode_weights(p, Scheduler::TILE_COLUMNS);
+#endif
     if (threadIdx.x == 0) {
         Ring::init();
         Epilogue::init();

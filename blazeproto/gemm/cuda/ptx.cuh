@@ -129,6 +129,17 @@ DEVICE void setmaxnreg_dec() {
 
 constexpr int ROW_EDGE = 1 << 30;  // of maps whose copies may end at any row (gemm/launch.py: rows_box)
 
+// ---- counters that CTAs share ------------------------------------------------------------------------------------------
+DEVICE uint32_t load_acquire_gpu(const uint32_t* address) {
+    uint32_t value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(__cvta_generic_to_global(address)) : "memory");
+    return value;
+}
+
+DEVICE void add_release_gpu(uint32_t* address, uint32_t value) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(address)), "r"(value) : "memory");
+}
+
 // ---- TMA: tensor tiles between global and shared memory ---------------------------------------------------------
 DEVICE void tma_load_2d(uint32_t dst, const TensorMap* map, uint32_t barrier, int c0, int c1) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"

@@ -39,7 +39,7 @@ struct Packed {
         wanted = is_wanted;
         const int64_t start = int64_t(expert) * p.blocks_in_expert, row_bytes = int64_t(p.blocks_in_row) * BLOCK_COLUMNS * BITS / 8;
         const int block = number / BLOCK_COLUMNS, scale_at = row / BLOCK_ROWS * p.blocks_in_row + block;
-        const uint8_t* const from = matrix(p.b).start + (wanted ? start * BLOCK_BYTES + row * row_bytes + number * BITS / 8 : 0);
+        const uint8_t* const from = p.values + (wanted ? start * BLOCK_BYTES + row * row_bytes + number * BITS / 8 : 0);
 #pragma unroll
         for (int i = 0; i < RUN * BITS / 128; ++i) load_16(words + 4 * i, from + CHUNK_BYTES * i);
         const uint8_t* const scale_from = p.scales + (wanted ? (start + scale_at) * SCALE_BYTES : 0);
@@ -49,9 +49,9 @@ struct Packed {
         zeros = HAS_ZEROS ? load_s32(p.zeros + (wanted ? start / 8 + row / 8 * p.blocks_in_row + block : 0)) : 0;
     }
 
-    // Decodes it into four neighbouring chunks of a swizzled row, which is `row` modulo 8, as all that is added to it are multiples.
-    DEVICE void store(uint32_t stage, int at, int chunk) const {
-        const Decoder decoder(scale_of(scale), int(zeros >> at % 8 * 4 & 15));
+    // Decodes it into four neighbouring chunks of a swizzled row, `at`. row: of the matrix, or its remainder modulo 8.
+    DEVICE void store(uint32_t stage, int at, int chunk, int row) const {
+        const Decoder decoder(scale_of(scale), int(zeros >> row % 8 * 4 & 15));
 #pragma unroll
         for (int i = 0; i < RUN / CHUNK; ++i)
             store_shared_16(swizzled(stage, at, chunk + i), wanted ? decoder.chunk(words, i) : make_uint4(0, 0, 0, 0));

@@ -48,6 +48,15 @@ struct TileScheduler {
 
     const RowsParams& p;
 
+    // CTAs that take tiles, and which of them this one is.
+#ifdef STORED
+    DEVICE int ctas() const { return int(gridDim.x) - p.decoders; }
+    DEVICE int cta() const { return int(blockIdx.x) - p.decoders; }
+#else
+    DEVICE static int ctas() { return gridDim.x; }
+    DEVICE static int cta() { return blockIdx.x; }
+#endif
+
     // By the whole CTA.
     DEVICE explicit TileScheduler(const RowsParams& params) : p(params) {
         const int* offsets = p.offsets;
@@ -63,7 +72,7 @@ struct TileScheduler {
         if (threadIdx.x == 0) count() = own_tiles();
         __syncthreads();
         if constexpr (TICKETS) {
-            if (threadIdx.x == 0) slots()[0] = find_or_end(blockIdx.x);
+            if (threadIdx.x == 0) slots()[0] = find_or_end(cta());
             __syncthreads();
         }
     }
@@ -89,12 +98,12 @@ struct TileScheduler {
         MARK(BEGIN, SCHEDULE);
         if constexpr (TICKETS) {
             if (threadIdx.x == 0) {
-                const RowTile tile = slots()[position % (2 * BATCH)] = find_or_end(gridDim.x + ticket);
+                const RowTile tile = slots()[position % (2 * BATCH)] = find_or_end(ctas() + ticket);
                 if (tile.expert >= 0) ticket = take_ticket();  // arrives while a tile is loaded
             }
         } else {
             const int mine = position + threadIdx.x;
-            if (threadIdx.x < BATCH && mine < count()) slots()[mine % (2 * BATCH)] = find(blockIdx.x + mine * gridDim.x);
+            if (threadIdx.x < BATCH && mine < count()) slots()[mine % (2 * BATCH)] = find(cta() + mine * ctas());
         }
         __syncwarp();
         MARK(END, SCHEDULE);
@@ -130,7 +139,7 @@ struct TileScheduler {
 #else
     DEVICE int tiles() const { return before_expert()[p.experts] * column_blocks(); }
 
-    DEVICE int own_tiles() const { return tiles_of_this_cta(tiles()); }
+    DEVICE int own_tiles() const { return (tiles() - cta() + ctas() - 1) / ctas(); }
 #endif
 
     // The first tile of a CTA needs no ticket, and its last ticket is for no tile. So as many are taken as there are tiles,

@@ -43,6 +43,10 @@ DEVICE void load_weights(const TensorMap& weights, const Ring& ring, const RowTi
 }
 #endif
 
+#ifndef STORED
+DEVICE RowTile in_slot(const RowsParams&, const RowTile& tile) { return tile; }
+#endif
+
 // A stage of contiguous rows and weights, by one thread.
 template <int COLUMNS>
 DEVICE void load_stage(const TensorMap& rows, const TensorMap& weights, const Ring& ring, const RowTile& tile, int k
@@ -86,12 +90,12 @@ struct RowProducer {
             if (scheduler.begins_batch(position)) scheduler.fill_slots(position, ticket);
             if (threadIdx.x == 0) {
                 MARK(AT, TILE);
-                const RowTile tile = scheduler.at(position);
+                const RowTile tile = scheduler.at(position), with_weights = in_slot(p, tile);
                 IN_PAIRS(const bool shared = scheduler.shares(tile);)
                 for (int k = 0; k < p.reduction; k += BK) {
                     ring.wait_until_empty();
                     MARK(BEGIN, TMA);
-                    load_stage<Scheduler::TILE_COLUMNS>(p.a, p.b, ring, tile, k IN_PAIRS(, shared));
+                    load_stage<Scheduler::TILE_COLUMNS>(p.a, p.b, ring, with_weights, k IN_PAIRS(, shared));
                     MARK(END, TMA);
                     ring.advance();
                 }
@@ -137,12 +141,13 @@ struct RowProducer {
             const bool both = scheduler.computes(tile, 1);
 #endif
             IN_PAIRS(const bool shared = scheduler.shares(tile);)
+            const RowTile with_weights = threadIdx.x == 0 ? in_slot(p, tile) : tile;
             for (int k = 0; k < p.reduction; k += BK) {
                 ring.wait_until_empty();
                 if (threadIdx.x == 0) {
                     MARK(BEGIN, TMA);
                     mbarrier_arrive_expect_tx(ring.full_barrier(), B_BYTES);
-                    load_weights<Scheduler::TILE_COLUMNS>(p.b, ring, tile, k IN_PAIRS(, shared));
+                    load_weights<Scheduler::TILE_COLUMNS>(p.b, ring, with_weights, k IN_PAIRS(, shared));
                     MARK(END, TMA);
                 }
                 MARK(BEGIN, COPY);

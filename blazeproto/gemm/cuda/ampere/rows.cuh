@@ -127,7 +127,7 @@ struct RowLoads {
         packed.load(p, tile.expert, B_MN ? reduced : of_weight, B_MN ? of_weight : reduced, column < p.columns && reduced < p.reduction);
     }
 
-    DEVICE void decode_run(uint32_t stage, int i) const { packed.store(stage, run_row(i), threadIdx.x % 2 * (RUN / CHUNK)); }
+    DEVICE void decode_run(uint32_t stage, int i) const { packed.store(stage, run_row(i), threadIdx.x % 2 * (RUN / CHUNK), run_row(i)); }
 #endif
 
     // Prepares the addresses of a tile's first stage, and of the low rank's first stage.
