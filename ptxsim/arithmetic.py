@@ -237,12 +237,27 @@ def _larger_halves(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.maximum(a & 0xFFFF, b & 0xFFFF) | np.maximum(a >> 16, b >> 16) << 16
 
 
+def _bf16_pair_fma(*pairs: np.ndarray) -> np.ndarray:
+    """fma.rn.bf16x2: each half rounded once, subnormals kept. 9.7.4.4"""
+
+    def of(shift: int) -> np.ndarray:
+        a, b, c = ((((pair >> shift) & 0xFFFF) << 16).view(F32).astype(F64) for pair in pairs)
+        total = odd_sum(a * b, c, "rn")
+        cut = rounded(total, F32, "rz")
+        cut.view(U32)[...] |= cut != total  # what is cut shows in the last bit
+        return floats.bf16_above(cut, "rn") >> 16
+
+    return of(16) << 16 | of(0)
+
+
 @cache
 def operation(words: tuple[str, ...]) -> Operation | None:
     """The function that an opcode, split at its points, computes in each lane; None outside these families."""
     try:
         if words == ("max", "u16x2"):  # 9.7.1.13
             return Operation((U32, U32), U32, _larger_halves)
+        if words == ("fma", "rn", "bf16x2"):
+            return Operation((U32, U32, U32), U32, _bf16_pair_fma)
         if words[0] in ("setp", "cvt"):
             return _comparison(words) if words[0] == "setp" else _conversion(words)
         family = FAMILIES.get(".".join(words[:-1]))

@@ -45,7 +45,7 @@ from blazeproto.gemm.e4m3 import Quantized
 from blazeproto.gemm.quantize import OnStream
 from blazeproto.gemm.recipe import FP8
 from blazeproto.gemm.rows import LowRankTerm, shape_of
-from blazeproto.gemm.stored import Packed, packed, slots_for
+from blazeproto.gemm.stored import Packed, few_rows, packed, slots_for
 from blazeproto.gemm.tiles import ALIGNMENT, BF16, FACTORS
 from blazeproto.runtime.arch import AMPERE
 from blazeproto.runtime.arrays import current_stream
@@ -71,7 +71,7 @@ def up_forward(step: BackendStep, x: Tensor | Quantized, h: Tensor | None, act: 
     h = _new_rows(x, num_rows, up_width) if h is None else h
     act = _new_rows(x, num_rows, up_width // activation_named(activation).halves) if act is None else act
     # Names keep copies alive until the launch is in the stream.
-    x, (up_proj, transposed) = operand(x), _as_it_lies(step)
+    x, (up_proj, transposed) = operand(x), _as_it_lies(step, forward=True)
     bias = None if step.bias is None else ready(cast(step.bias, h.dtype))
     options: dict[str, Any] = {"bias": bias, "low": _low_rank(step.low, turned=transposed)}
     places = {"h": _rows(h), "act": _rows(act)}
@@ -82,7 +82,8 @@ def up_forward(step: BackendStep, x: Tensor | Quantized, h: Tensor | None, act: 
 
 def down_forward(step: BackendStep, act: Tensor, out: Tensor, *, overwrite_act: bool) -> None:
     widths, is_fused = shape_of(step.weight)[1:], step.combine != "gather"
-    act, (down_proj, transposed), scores = ready(act), _as_it_lies(step, always=is_fused), ready(step.scores)
+    act, scores = ready(act), ready(step.scores)
+    down_proj, transposed = _as_it_lies(step, always=is_fused, forward=not is_fused)
     rows = _readers(down_proj, step.rows)
     acts = _rows(act)
     bias = None if step.bias is None else ready(cast(step.bias, out.dtype))
@@ -274,16 +275,17 @@ def _new_rows(like: Tensor | Quantized, num_rows: int, width: int) -> Tensor:
     return new_rows(like.values, num_rows, width) if isinstance(like, Quantized) else like.new_empty(num_rows, width)
 
 
-def _as_it_lies(step: BackendStep, *, always: bool = False) -> tuple[Any, bool]:
+def _as_it_lies(step: BackendStep, *, always: bool = False, forward: bool = False) -> tuple[Any, bool]:
     """The step's weight (E, out, in) ready for the kernels, and False; or, of a transposed view, what it is a view of, (E, in, out),
-    and True. always: `slots_for`."""
+    and True. always: `slots_for`.  forward: whether `few_rows` decides first."""
     weight: Tensor | Quantized | StoredWeight = step.weight
     if isinstance(weight, StoredWeight):
-        slots = slots_for(weight.shape, step.rows, always=always)
+        few = forward and few_rows(weight.shape, step.rows)
+        slots = 0 if few else slots_for(weight.shape, step.rows, always=always)
         ring = (
             weight.values.new_empty(BF16.bytes * slots * prod(weight.shape[1:]), dtype=torch.uint8) if slots else None
         )
-        return packed(weight, slots)._replace(ring=ring), False
+        return packed(weight, slots, few)._replace(ring=ring), False
     if isinstance(weight, Quantized):
         return weight, False
     if not weight.is_contiguous() and weight.mT.is_contiguous():

@@ -20,7 +20,7 @@ from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.e4m3 import scales_shape
 from blazeproto.gemm.recipe import RECIPES, Recipe, name_of
 from blazeproto.gemm.specification import Specification
-from blazeproto.gemm.stored import Storage
+from blazeproto.gemm.stored import FEW_BLOCK, FEW_CTAS, FEW_TILES, Storage
 from blazeproto.gemm.tiles import BF16, BK, BM, DEVICE_CONSTANTS, E4M3, QUANTIZED, SLAB, WARPGROUP, Element, TileConfig
 from blazeproto.runtime import checks
 from blazeproto.runtime.arch import AMPERE, HOPPER, Arch
@@ -32,6 +32,7 @@ TRANSPOSED = (
     "alternating(clamped_swiglu)",
 )  # activations that layers with transposed weights have, in compile-all
 PAIR_BYTES = 4  # int32, fp32
+FEW_SMEM = 35 * 1024  # of a CTA of few_rows.cu: 4 fit into a multiprocessor of 8.0, 2 of 8.6
 
 DEBUG: tuple[str, ...] = ()
 """Further macros for every product's kernel (ptx.cuh: INJECT_DELAYS, SPIN_LIMIT=...; timeline.cuh: TIMELINE): for tests, fuzzer
@@ -299,14 +300,20 @@ def tiled_kernel(
 def _kernel_of_ampere(
     file: str, entry: str, config: TileConfig, build: Build, macros: tuple[tuple[str, int | str], ...]
 ) -> Kernel:
-    """A warp multiplies WARP_ROWS, of ``macros`` or 64, by 64 of a tile (cuda/ampere/mainloop.cuh)."""
+    """A warp multiplies WARP_ROWS, of ``macros`` or 64, by 64 of a tile (cuda/ampere/mainloop.cuh); or, of few rows and frozen
+    weights, all rows of a tile by 16 (few_rows.cu)."""
+    options = tuple(f"-D{macro}" for macro in build.debug)
+    if config == FEW_TILES:
+        of = {**DEVICE_CONSTANTS, **dict(macros), "BM": FEW_BLOCK, "BN": config.tile_n, "CTAS": FEW_CTAS}
+        of["SMEM_LIMIT"] = FEW_SMEM
+        path = f"{AMPERE.folder}/few_rows.cu"
+        return Kernel(path, entry, of, FEW_SMEM, 2 * config.tile_n, None, options, build.sources, AMPERE)
     plain = TileConfig(tile_n=config.tile_n, stages=2, deferred=False)
     fits = config == plain and config.tile_n in (128, 256)
     checks.require(fits, "config", "tile_n=128 or 256, stages=2, deferred=False and no other option on ampere", config)
     sizes = {"BN": config.tile_n, "STAGES": config.stages, "WARP_ROWS": 64}
     defines = {**sizes, **dict(macros), "SMEM_LIMIT": AMPERE.smem_limit, **DEVICE_CONSTANTS}
     threads = 32 * (BM // int(defines["WARP_ROWS"])) * (config.tile_n // SLAB)
-    options = tuple(f"-D{macro}" for macro in build.debug)
     path = f"{AMPERE.folder}/{file}"
     return Kernel(path, entry, defines, AMPERE.smem_limit, threads, None, options, build.sources, AMPERE)
 

@@ -10,7 +10,7 @@ from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.e4m3 import Quantized
 from blazeproto.gemm.launch import Box, Params, Plan, dense_box, num_sms, persistent_grid
 from blazeproto.gemm.product import Variant
-from blazeproto.gemm.stored import LINES, Packed, Storage, decoders
+from blazeproto.gemm.stored import FEW_BLOCK, FEW_CTAS, LINES, Packed, Storage, decoders
 from blazeproto.gemm.tiles import BF16, BK, BM, E4M3, SLAB, Element, TileConfig
 
 ROWS_PARAMS = Params(
@@ -96,6 +96,9 @@ def rows_plan(
     params = QUANTIZED_ROWS_PARAMS if element.scales else ROWS_PARAMS
     if stored:
         in_row, decoding = shape[2] // stored.columns, 0
+        if stored.few:
+            tiles_at_most = (num_rows // FEW_BLOCK + min(num_experts, num_rows)) * -(-columns // tile_columns)
+            grid = min(FEW_CTAS * num_sms(device), tiles_at_most)
         decoded = None
         if stored.slots:
             decoding, slot = decoders(num_rows, num_experts, num_sms(device)), prod(lying[1:])

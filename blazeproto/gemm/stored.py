@@ -17,7 +17,9 @@ FORMATS = {"mxfp4": 1, "int4": 2, "nf4": 3, "fp8": 4}
 LINES = 16  # of 64 numbers: what a warp of decoders stores at a time
 RING_BYTES = 60 << 20  # of decoded experts, at most; two experts at least
 MOST_SLOTS = 8
-FEW_ROWS = 64  # of an expert, in the mean: with fewer, kernels that decode in each multiprocessor are faster
+FEW_ROWS = 64  # of an expert, in the mean: with fewer, kernels without a ring are faster
+FEW_TILES = TileConfig(tile_n=64, stages=2, deferred=False)  # of cuda/ampere/few_rows.cu: by FEW_BLOCK rows
+FEW_BLOCK, FEW_CTAS = 16, 4  # rows of a tile; CTAs a multiprocessor
 DECODED_ROWS = 100  # an expert's weights take as long to decode as to multiply by so many rows
 
 
@@ -26,6 +28,7 @@ class Storage(NamedTuple):
 
     format: a name of `FORMATS`.  rows, columns: the block of numbers that share a scale.  scale_bytes: of a scale.
     zeros: whether the weight has zero points.  slots: experts in the ring; 0: without one, as Ampere's kernels are.
+    few: whether kernels for few rows read it (cuda/ampere/few_rows.cu), which are forward's.
     """
 
     format: str
@@ -34,6 +37,7 @@ class Storage(NamedTuple):
     scale_bytes: int
     zeros: bool = False
     slots: int = 0
+    few: bool = False
 
     @property
     def element(self) -> Element:
@@ -68,8 +72,15 @@ def slots_for(shape: tuple[int, ...], at: Addresses, *, always: bool = False) ->
     return max(2, min(shape[0], MOST_SLOTS, RING_BYTES // (BF16.bytes * prod(shape[1:]))))
 
 
+def few_rows(shape: tuple[int, ...], at: Addresses) -> bool:
+    """Whether forward of a weight (E, out, in) takes the kernels for few rows, on every architecture."""
+    return at.num_rows < FEW_ROWS * shape[0]
+
+
 def alone(config: TileConfig, stored: Storage | None) -> TileConfig:
-    """The tiles of kernels with a ring, whose CTAs do not share weights."""
+    """The tiles of kernels with a ring, whose CTAs do not share weights, and of those for few rows."""
+    if stored and stored.few:
+        return FEW_TILES
     return replace(config, cluster=1) if stored and stored.slots else config
 
 
@@ -78,11 +89,11 @@ def decoders(num_rows: int, num_experts: int, sms: int) -> int:
     return max(1, min(sms // 2, ceil(sms * DECODED_ROWS / (DECODED_ROWS + num_rows / num_experts))))
 
 
-def packed(weight: Any, slots: int = 0) -> Packed:
+def packed(weight: Any, slots: int = 0, few: bool = False) -> Packed:
     """A `StoredWeight` as a launch takes it, without its ring. ValueError for a format or a block that no kernel decodes."""
     values, scales, zeros = weight.tensors
     checks.require(weight.format in FORMATS, "weight", f"a format of {', '.join(FORMATS)} for kernels", weight.format)
     rows, columns = weight.block
     checks.require(columns % RUN == 0, "weight", f"scales of a multiple of {RUN} numbers for kernels", columns)
-    storage = Storage(weight.format, rows, columns, scales.element_size(), zeros is not None, slots)
+    storage = Storage(weight.format, rows, columns, scales.element_size(), zeros is not None, slots, few)
     return Packed(values, scales, zeros, storage, tuple(weight.shape))

@@ -39,7 +39,7 @@
 // -D: BM, BN, BK, STAGES   as above     WARP_ROWS   64, or less where an epilogue needs registers beside the accumulators
 //     MAX_EXPERTS          the experts that the schedule has room for     SMEM_LIMIT   bytes of shared memory that a CTA may have
 #pragma once
-#include "params.cuh"
+#include "matrix.cuh"
 #include "swizzle.cuh"
 
 constexpr int WARP_COLUMNS = PANEL;
@@ -55,24 +55,10 @@ constexpr int SCHEDULE_OFFSET = STAGES * STAGE_BYTES;
 static_assert(BK == PANEL, "K-major, a row of a stage is a swizzled row");
 static_assert(SCHEDULE_OFFSET + (MAX_EXPERTS + 1) * int(sizeof(int)) <= SMEM_LIMIT, "stages and schedule");
 
-DEVICE uint8_t* shared_memory() {
-    extern __shared__ __align__(1024) uint8_t smem[];
-    return smem;
-}
-
 DEVICE uint32_t stage_at(int slot) { return smem_address(shared_memory()) + slot * STAGE_BYTES; }
 
 #include "schedule.cuh"
 
-// A matrix, in the place that Hopper's kernels have a tensor map in. strides: bytes, of the dimensions beyond the innermost.
-struct Matrix {
-    const uint8_t* start;
-    int64_t strides[4];
-};
-
-DEVICE const Matrix& matrix(const TensorMap& place) { return reinterpret_cast<const Matrix&>(place); }
-
-DEVICE int lane_index() { return threadIdx.x % 32; }
 DEVICE int warp_row() { return threadIdx.x / 32 / WARPS_ACROSS * WARP_ROWS; }
 DEVICE int warp_column() { return threadIdx.x / 32 % WARPS_ACROSS * WARP_COLUMNS; }
 
