@@ -20,8 +20,8 @@ from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.e4m3 import scales_shape
 from blazeproto.gemm.recipe import RECIPES, Recipe, name_of
 from blazeproto.gemm.specification import Specification
-from blazeproto.gemm.stored import FEW_BLOCK, FEW_CTAS, FEW_TILES, Storage
-from blazeproto.gemm.tiles import BF16, BK, BM, DEVICE_CONSTANTS, E4M3, QUANTIZED, SLAB, WARPGROUP, Element, TileConfig
+from blazeproto.gemm.stored import FEW_AHEAD, FEW_BLOCK, FEW_CTAS, FEW_TILES, Storage
+from blazeproto.gemm.tiles import BF16, BK, BM, DEVICE_CONSTANTS, E4M3, MAX_EXPERTS, QUANTIZED, SLAB, WARPGROUP, Element, TileConfig
 from blazeproto.runtime import checks
 from blazeproto.runtime.arch import AMPERE, HOPPER, Arch
 from blazeproto.runtime.arrays import ITEM_BYTES
@@ -32,7 +32,6 @@ TRANSPOSED = (
     "alternating(clamped_swiglu)",
 )  # activations that layers with transposed weights have, in compile-all
 PAIR_BYTES = 4  # int32, fp32
-FEW_SMEM = 35 * 1024  # of a CTA of few_rows.cu: 4 fit into a multiprocessor of 8.0, 2 of 8.6
 
 DEBUG: tuple[str, ...] = ()
 """Further macros for every product's kernel (ptx.cuh: INJECT_DELAYS, SPIN_LIMIT=...; timeline.cuh: TIMELINE): for tests, fuzzer
@@ -304,10 +303,11 @@ def _kernel_of_ampere(
     weights, all rows of a tile by 16 (few_rows.cu)."""
     options = tuple(f"-D{macro}" for macro in build.debug)
     if config == FEW_TILES:
-        of = {**DEVICE_CONSTANTS, **dict(macros), "BM": FEW_BLOCK, "BN": config.tile_n, "CTAS": FEW_CTAS}
-        of["SMEM_LIMIT"] = FEW_SMEM
+        smem = 2 * FEW_BLOCK * FEW_AHEAD * 256 + 4 * (MAX_EXPERTS + 1)  # two stages and the schedule
+        of = {"BN": config.tile_n, "AHEAD": FEW_AHEAD, "CTAS": FEW_CTAS, "SMEM_LIMIT": smem}
+        of = {**DEVICE_CONSTANTS, **dict(macros), **of, "BM": FEW_BLOCK}
         path = f"{AMPERE.folder}/few_rows.cu"
-        return Kernel(path, entry, of, FEW_SMEM, 2 * config.tile_n, None, options, build.sources, AMPERE)
+        return Kernel(path, entry, of, smem, 2 * config.tile_n, None, options, build.sources, AMPERE)
     plain = TileConfig(tile_n=config.tile_n, stages=2, deferred=False)
     fits = config == plain and config.tile_n in (128, 256)
     checks.require(fits, "config", "tile_n=128 or 256, stages=2, deferred=False and no other option on ampere", config)

@@ -19,7 +19,7 @@ RING_BYTES = 60 << 20  # of decoded experts, at most; two experts at least
 MOST_SLOTS = 8
 FEW_ROWS = 64  # of an expert, in the mean: with fewer, kernels without a ring are faster
 FEW_TILES = TileConfig(tile_n=64, stages=2, deferred=False)  # of cuda/ampere/few_rows.cu: by FEW_BLOCK rows
-FEW_BLOCK, FEW_CTAS = 16, 4  # rows of a tile; CTAs a multiprocessor
+FEW_BLOCK, FEW_AHEAD, FEW_CTAS = 16, 3, 4  # rows of a tile; loads of a lane under way; CTAs a multiprocessor
 DECODED_ROWS = 100  # an expert's weights take as long to decode as to multiply by so many rows
 
 

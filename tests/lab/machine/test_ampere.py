@@ -3,6 +3,7 @@ sources. test_products.py has every product with every option, in the full set."
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,6 +155,13 @@ READING = {  # a frozen weight: entry, columns of a tile, macros, columns of the
     "dX": ("linear", 128, macros(GATHER=0, B_MN=1, LOW_RANK=1, STORED=1), range(32, 160)),
     "dH": ("down_backward", 256, macros(B_MN=1, LOW_RANK=1, STORED=1), None),
 }
+FEW = {  # read by kernels for few rows
+    "few, up": READING["up"],
+    "few, alternating": READING["alternating"],
+    "few, no gate": ("up_forward", 128, macros("relu2", GATHER=1, STORED=1), None),
+    "few, down": READING["down"],
+}
+READING |= FEW
 WEIGHTS = ("up_proj", "down_proj", "weights")
 
 
@@ -173,7 +181,9 @@ def frozen(format: str, shape: torch.Size, block: tuple[int, int] | None) -> Sto
 def outputs_of(which: str, format: str, block: Any, patch: pytest.MonkeyPatch, *, decoded: bool) -> list[Tensor]:
     """AssertionError for a race."""
     entry, width, of, columns = READING[which]
-    trial: Any = with_tiles(entry, ampere_tiles(width), of)
+    tiles = ampere_tiles(width)
+    trial: Any = with_tiles(entry, replace(tiles, stages=8) if which in FEW else tiles, of)  # a reduction of several pieces
+    trial.config = tiles
     trial.options |= {"columns": columns}
     inputs, machine = trial.inputs(), Machine()
     outputs = {name: memory.values for name, memory in trial.outputs().items()}
@@ -184,7 +194,7 @@ def outputs_of(which: str, format: str, block: Any, patch: pytest.MonkeyPatch, *
 
     def as_stored(real: Any, *args: Any, **given: Any) -> None:
         tensors = [None if t is None else view(hosted(t.view(torch.uint8))) for t in weight.tensors]
-        of = packed(weight)._replace(values=tensors[0], scales=tensors[1], zeros=tensors[2])
+        of = packed(weight, few=which in FEW)._replace(values=tensors[0], scales=tensors[1], zeros=tensors[2])
         real(*(*args[:1], of, *args[2:]) if args else (), **given if args else given | {name: of})
 
     with patch.context() as patched:
@@ -201,6 +211,7 @@ CASES = [
     for how in (("mxfp4", None), ("int4", (1, 32)), ("nf4", (1, 32)), ("fp8", (8, 32)))
 ]
 SOON = {("up", "mxfp4"), ("dX", "mxfp4"), ("dX", "int4"), ("down", "nf4"), ("up", "fp8")}
+SOON |= {("few, up", "mxfp4"), ("few, down", "nf4"), ("few, down", "int4"), ("few, down", "fp8")}
 
 
 @pytest.mark.parametrize(
@@ -240,6 +251,24 @@ FAULTS_OF_DECODING = {  # file, text, what takes its place, product, format, wha
         "mxfp4",
         "race",
     ),
+    "lanes' bytes in another order": (
+        "ampere/few_rows.cu",
+        "BITS == 4 ? 0x7531 : 0x7632",
+        "BITS == 4 ? 0x7351 : 0x7632",
+        "few, down",
+        "mxfp4",
+        "",
+    ),
+    "a neighbour's scale": ("ampere/few_rows.cu", "owner = group * ", "owner = group ^ 1 * ", "few, down", "nf4", ""),
+    "a piece multiplied before it has landed": (
+        "ampere/few_rows.cu",
+        "cp_async_wait_group<0>();",
+        "cp_async_wait_group<1>();",
+        "few, down",
+        "mxfp4",
+        "race",
+    ),
+    "tokens past the reduction": ("ampere/few_rows.cu", "i * PANEL < row_left", "row_left > 0", "few, down", "mxfp4", ""),
     "another row's zero point": ("stored.cuh", "at % 8 * 4", "at % 4 * 4", "dX", "int4", ""),
 }
 
@@ -252,7 +281,7 @@ def test_a_fault_in_decoding_is_found(which: str, tmp_path: Path, monkeypatch: p
     sources = EditedSources.copied(tmp_path / "sources")
     plant(sources.folder, [(file, old, new)])
     run = partial(outputs_of, product, format, None, monkeypatch)
-    with alone({"down_forward" if product == "down" else "up_backward_act": Build((), sources.snapshot())}):
+    with alone({"down_forward" if product.endswith("down") else "up_backward_act": Build((), sources.snapshot())}):
         try:
             found = str(torch.equal(run(decoded=False)[0], run(decoded=True)[0]))
         except (AssertionError, MachineError) as error:

@@ -20,7 +20,8 @@
 //
 // With an activation it is up.cu's product, without one linear.cu's.
 //
-// -D: BM, BN   rows of tokens, of weights in a tile     CTAS   of a multiprocessor     MAX_EXPERTS, SMEM_LIMIT   as in mainloop.cuh
+// -D: BM, BN   rows of tokens, of weights in a tile     AHEAD   loads of a lane under way     CTAS   of a multiprocessor
+//     MAX_EXPERTS, SMEM_LIMIT   as in mainloop.cuh
 #include "matrix.cuh"
 #include "swizzle.cuh"
 #include "stored.cuh"
@@ -36,7 +37,7 @@ constexpr int WARP_ROWS = 16, WARPS = BN / WARP_ROWS, THREADS = 32 * WARPS;
 constexpr int COLUMNS = BN / HALVES, BLOCKS = BM / 8;         // BLOCKS: of 8 rows of tokens
 constexpr int LANE_NUMBERS = CHUNK_BYTES * 8 / BITS;          // of a load
 constexpr int STEP = 4 * LANE_NUMBERS, GROUPS = STEP / RUN;   // numbers of a quad's load
-constexpr int AHEAD = 4, PIECE = AHEAD * STEP;
+constexpr int PIECE = AHEAD * STEP;
 constexpr int ROW_BYTES = PIECE * OPERAND_BYTES, STAGE_BYTES = BM * ROW_BYTES, SCHEDULE_OFFSET = 2 * STAGE_BYTES;
 static_assert(SCHEDULE_OFFSET + (MAX_EXPERTS + 1) * int(sizeof(int)) <= SMEM_LIMIT, "stages and schedule");
 static_assert(THREADS == 8 * BM, "8 threads copy a row");
@@ -81,10 +82,43 @@ struct QuadDecoder {
     }
     DEVICE static uint32_t shared_bits(uint32_t bits) { return (bits ? bits << 7 : 0x40) * 0x10001; }
 };
-#else
+#elif STORED == 4
 struct QuadDecoder {
     Decoder decoder{0.0f, 0};
-    DEVICE void set(uint32_t bits, uint32_t zero) { decoder = Decoder(__uint_as_float(bits), int(zero)); }
+    DEVICE void set(uint32_t bits, uint32_t) { decoder.scale = __uint_as_float(bits); }
+    DEVICE uint4 chunk(const uint32_t* words, int i) const { return decoder.chunk(words, i); }
+    DEVICE static uint32_t shared_bits(uint32_t bits) { return SCALE_BYTES == 2 ? bits << 16 : bits; }
+};
+#else
+// Each lane of a quad makes four numbers of a block, for all.
+struct QuadDecoder {
+    Decoder decoder{0.0f, 0};
+    float unscaled[4];
+
+    DEVICE QuadDecoder() {
+#pragma unroll
+        for (int code = 0; code < 16; ++code)
+            if (lane_index() % 4 == code / 4) unscaled[code % 4] = Decoder::number(code, 0);
+    }
+
+    DEVICE void set(uint32_t bits, uint32_t zero) {
+        const float scale = __uint_as_float(bits);
+        uint32_t pairs[2];
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+            const int code = lane_index() % 4 * 4 + i;
+            const float first = HAS_ZEROS ? Decoder::number(code, int(zero)) : unscaled[i];
+            const float second = HAS_ZEROS ? Decoder::number(code + 1, int(zero)) : unscaled[i + 1];
+            pairs[i / 2] = pack_bf16(first * scale, second * scale);
+        }
+        const uint32_t lows = prmt(pairs[0], pairs[1], 0x6420), highs = prmt(pairs[0], pairs[1], 0x7531);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            decoder.low[i] = __shfl_sync(~0u, lows, i, 4);
+            decoder.high[i] = __shfl_sync(~0u, highs, i, 4);
+        }
+    }
+
     DEVICE uint4 chunk(const uint32_t* words, int i) const { return decoder.chunk(words, i); }
     DEVICE static uint32_t shared_bits(uint32_t bits) { return SCALE_BYTES == 2 ? bits << 16 : bits; }
 };
@@ -146,7 +180,7 @@ struct Source {
     const uint8_t *values[2], *scales[2], *row;  // scales: where blocks are not EVEN, of the whole row
     const int* zeros[2];
 
-    DEVICE explicit Source(const RowsParams& params) : p(params) { begin(); }
+    DEVICE explicit Source(const RowsParams& params) : p(params) { begin(); }  // then `find_row`
 
     DEVICE bool any() const { return index < tiles; }
 
@@ -164,6 +198,11 @@ struct Source {
             scales[h] = p.scales + (start + at / BLOCK_ROWS * p.blocks_in_row + block) * SCALE_BYTES;
             if (HAS_ZEROS) zeros[h] = p.zeros + start / 8 + at / 8 * p.blocks_in_row + block;
         }
+    }
+
+    // The row of tokens. It takes two loads, one after the other.
+    DEVICE void find_row() {
+        if (!any()) return;
         const int of_tokens = tile.row + threadIdx.x / 8;
         if (of_tokens < tile.row_end) row_left = p.reduction - threadIdx.x % 8 * CHUNK;
         const int64_t from = row_left <= 0 ? 0 : GATHER ? p.pairs.token(__ldg(p.pairs.pair_indices + of_tokens)) : of_tokens;
@@ -185,6 +224,7 @@ struct Source {
         if (!last) return;
         index += gridDim.x;
         begin();
+        find_row();
     }
 
     // Step `step` of the piece. A lane past the end of the reduction keeps old codes, which are finite: the tokens are zeros there.
@@ -296,6 +336,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) ENTRY(const __grid_c
     uint32_t stage = smem_address(shared_memory()), other = stage + STAGE_BYTES;
 #pragma unroll
     for (int step = 0; step < AHEAD; ++step) next.load(codes[step], step);
+    next.find_row();
     next.copy(stage);
     cp_async_commit_group();
     while (next.any()) {
