@@ -4,12 +4,10 @@
 
 struct Decoder : Codebook<false, false> {
     // zero: a code; 8 without zero points.
-    DEVICE static float number(int code, int zero) { return float(code - (HAS_ZEROS ? zero : 8)); }
-
     DEVICE Decoder(float scale, int zero) {
         float numbers[16];
 #pragma unroll
-        for (int code = 0; code < 16; ++code) numbers[code] = number(code, zero) * scale;
+        for (int code = 0; code < 16; ++code) numbers[code] = float(code - (HAS_ZEROS ? zero : 8)) * scale;
         set(numbers);
     }
 };

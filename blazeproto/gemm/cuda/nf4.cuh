@@ -3,7 +3,7 @@
 #include "nibbles.cuh"
 
 struct Decoder : Codebook<false, true> {
-    DEVICE static float number(int code, int) {
+    DEVICE static float number(int code) {
         constexpr float NUMBERS[16] = {-1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f,
                                        -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f,
                                        0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
@@ -11,10 +11,10 @@ struct Decoder : Codebook<false, true> {
         return NUMBERS[code];
     }
 
-    DEVICE Decoder(float scale, int zero) {
+    DEVICE Decoder(float scale, int) {
         float numbers[16];
 #pragma unroll
-        for (int code = 0; code < 16; ++code) numbers[code] = number(code, zero) * scale;
+        for (int code = 0; code < 16; ++code) numbers[code] = number(code) * scale;
         set(numbers);
     }
 };

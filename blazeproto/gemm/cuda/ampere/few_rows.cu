@@ -95,22 +95,23 @@ struct QuadDecoder {
     Decoder decoder{0.0f, 0};
     float unscaled[4];
 
+#if STORED == 2
+    DEVICE static float number(int code) { return code; }
+#else
+    DEVICE static float number(int code) { return Decoder::number(code); }
+#endif
+
     DEVICE QuadDecoder() {
 #pragma unroll
         for (int code = 0; code < 16; ++code)
-            if (lane_index() % 4 == code / 4) unscaled[code % 4] = Decoder::number(code, 0);
+            if (lane_index() % 4 == code / 4) unscaled[code % 4] = number(code);
     }
 
     DEVICE void set(uint32_t bits, uint32_t zero) {
-        const float scale = __uint_as_float(bits);
+        const float scale = __uint_as_float(bits), less = STORED == 2 ? HAS_ZEROS ? float(zero) : 8.0f : 0.0f;
         uint32_t pairs[2];
 #pragma unroll
-        for (int i = 0; i < 4; i += 2) {
-            const int code = lane_index() % 4 * 4 + i;
-            const float first = HAS_ZEROS ? Decoder::number(code, int(zero)) : unscaled[i];
-            const float second = HAS_ZEROS ? Decoder::number(code + 1, int(zero)) : unscaled[i + 1];
-            pairs[i / 2] = pack_bf16(first * scale, second * scale);
-        }
+        for (int i = 0; i < 2; ++i) pairs[i] = pack_bf16((unscaled[2 * i] - less) * scale, (unscaled[2 * i + 1] - less) * scale);
         const uint32_t lows = prmt(pairs[0], pairs[1], 0x6420), highs = prmt(pairs[0], pairs[1], 0x7531);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
