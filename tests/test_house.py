@@ -277,8 +277,8 @@ CEILINGS = {
     "blazeproto/integrations/**/*.py": 375,
     "blazeproto/lab/**/*.py": 2921,
     "ptxsim/*.py": 2936,
-    "scripts/**/*.py": 8392,
-    "tests/**/*.py ptxsim/tests/**/*.py": 23182,
+    "scripts/**/*.py": 8393,
+    "tests/**/*.py ptxsim/tests/**/*.py": 23187,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 5994,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in
