@@ -275,8 +275,8 @@ def _new_rows(like: Tensor | Quantized, num_rows: int, width: int) -> Tensor:
 
 
 def _as_it_lies(step: BackendStep, *, always: bool = False) -> tuple[Any, bool]:
-    """The step's weight (E, out, in) ready for the kernels, and False; or, of a transposed view, what it is a view of, (E, in, out),
-    and True. always: `slots_for`."""
+    """The step's weight (E, out, in) ready for the kernels, and False; or, of a transposed view, what it is a view of,
+    (E, in, out), and True. always: `slots_for`."""
     weight: Tensor | Quantized | StoredWeight = step.weight
     if isinstance(weight, StoredWeight):
         slots = slots_for(weight.shape, step.rows, always=always)

@@ -1,5 +1,5 @@
-"""A frozen weight as a launch takes it: a kernel decodes it to bf16 between load and tensor core (cuda/stored.cuh). On Hopper some
-multiprocessors decode it, expert by expert, into a ring from which the others multiply (cuda/decoders.cuh)."""
+"""A frozen weight as a launch takes it: a kernel decodes it to bf16 between load and tensor core (cuda/stored.cuh). On Hopper
+some multiprocessors decode it, expert by expert, into a ring from which the others multiply (cuda/decoders.cuh)."""
 
 from dataclasses import replace
 from math import ceil, prod
@@ -61,8 +61,8 @@ class Packed(NamedTuple):
 
 
 def slots_for(shape: tuple[int, ...], at: Addresses, *, always: bool = False) -> int:
-    """Slots of the ring for a weight (E, out, in) and the rows of a dispatch; 0 for kernels without a ring: Ampere's, which on Hopper
-    are the faster ones for few rows. always: Hopper's own, whose bits may be others."""
+    """Slots of the ring for a weight (E, out, in) and the rows of a dispatch; 0 for kernels without a ring: Ampere's, which on
+    Hopper are the faster ones for few rows. always: Hopper's own, whose sums of dS are others."""
     if at.arch is AMPERE or (at.num_rows < FEW_ROWS * shape[0] and not always):
         return 0
     return max(2, min(shape[0], MOST_SLOTS, RING_BYTES // (BF16.bytes * prod(shape[1:]))))
