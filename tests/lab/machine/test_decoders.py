@@ -1,4 +1,4 @@
-"""Frozen weights on Hopper (cuda/decoders.cuh): multiprocessors that decode and others that multiply from their ring, all at once."""
+"""Frozen weights on Hopper (cuda/decoders.cuh): some multiprocessors decode, the others multiply from their ring, all at once."""
 
 import re
 from functools import partial
@@ -58,7 +58,7 @@ def outputs_of(which: str, format: str, block: Any, patch: pytest.MonkeyPatch, *
             None if t is None else view(hosted(t))
             for t in (*(t if t is None else t.view(torch.uint8) for t in weight.tensors), *memory)
         ]
-        fields = dict(zip(("values", "scales", "zeros", "ring", "progress"), arrays, strict=True))
+        fields: dict[str, Any] = dict(zip(("values", "scales", "zeros", "ring", "progress"), arrays, strict=True))
         of = packed(weight, SLOTS)._replace(**fields)
         real(*(*args[:1], of, *args[2:]) if args else (), **given if args else given | {name: of})
 
@@ -82,7 +82,9 @@ SOON = {("up", "mxfp4"), ("dX", "int4"), ("down", "nf4"), ("dH", "fp8")}
     ("which", "format", "block"),
     [case if case[:2] in SOON else pytest.param(*case, marks=pytest.mark.full) for case in CASES],
 )
-def test_a_ring_of_decoded_experts_gives_the_bits_of_decoded_weights(which, format, block, monkeypatch) -> None:
+def test_a_ring_gives_the_bits_of_decoded_weights(
+    which: str, format: str, block: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, expected = (outputs_of(which, format, block, monkeypatch, decoded=decoded) for decoded in (False, True))
     for one, other in zip(made, expected, strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
