@@ -3,6 +3,7 @@
     python -m scripts.finetune_stored FOLDER --text notes.txt --adapters out      # gpt-oss in MXFP4, as its bytes lie
     python -m scripts.finetune_stored FOLDER --storage nf4 --steps 100            # bf16, quantized after loading; random tokens
     python -m scripts.finetune_stored FOLDER --export merged                      # and a merged checkpoint in bf16
+    python -m scripts.finetune_stored FOLDER --export merged --quantized          # its experts quantized again
     python -m scripts.finetune_stored --random gpt-oss-120b --json 120b.json      # no checkpoint: its sizes, random numbers
 
 AdamW, activation checkpointing, one sequence a step. Each step prints its loss and tokens per second, the last line the peaks of
@@ -10,8 +11,9 @@ GPU memory, or of the process on a CPU. Nothing is downloaded. Without --text on
 
 gpt-oss's attention runs without a matrix of tokens x tokens, and logits exist for 1024 tokens at a time.
 
---export writes one file, model.safetensors, tensor by tensor and expert by expert, with W + BA rounded to bf16. transformers
-loads it without blazeproto or peft. docs/stored.md has the memory that models need.
+--export writes one file, model.safetensors, tensor by tensor and expert by expert, with W + BA rounded to bf16. With --quantized
+experts are in MXFP4 (gpt-oss) or in e4m3 blocks (Qwen, DeepSeek-V3, GLM-4), and the error is printed. transformers loads
+both without blazeproto or peft. docs/stored.md has the memory that models need.
 """
 
 import copy
@@ -21,7 +23,7 @@ import math
 import resource
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -35,7 +37,7 @@ from blazeproto.autograd import LowRank
 from blazeproto.integrations import peft as on_peft
 from blazeproto.integrations.transformers import register
 from blazeproto.runtime.arch import ARCHES
-from blazeproto.stored import FORMATS
+from blazeproto.stored import FORMATS, quantize
 from blazeproto.stored.module import held
 from scripts.command import argument_parser, positive, refuse
 
@@ -44,6 +46,8 @@ DTYPES = {
     torch.float32: "F32",
     torch.float16: "F16",
     torch.int64: "I64",
+    torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
 }  # in safetensors' words
 TARGETS = {  # of adapters
     "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
@@ -65,6 +69,12 @@ RANDOM = {  # for --random: gpt-oss's, by `SIZES`
     "gpt-oss-120b": (36, 128, 2880, 2880, 4, 201088, 64, 8, 64, 128),
     "tiny": (2, 4, 64, 64, 2, 256, 4, 2, 16, 8),
 }
+IN_FP8 = (
+    "qwen2_moe",
+    "qwen3_moe",
+    "deepseek_v3",
+    "glm4_moe",
+)  # models whose fp8 checkpoints have a tensor for each expert
 CHUNK = 1024  # tokens whose logits exist at a time
 QUERIES = 512  # a slice of a sliding window's queries
 SCALED = ("final_logit_softcapping", "logits_scaling", "logit_scale")  # of a config: logits are not the head's alone
@@ -215,8 +225,9 @@ def train(model: Any, options: Namespace) -> dict[str, float]:
 # --- The merged checkpoint -----------------------------------------------------------------------------------------------
 
 
-def merged(base: Any) -> Iterator[tuple[str, Entry]]:
-    """Each tensor of a model without its adapters: name, dtype, shape, and what makes its parts one at a time."""
+def merged(base: Any, storage: str | None, errors: dict[str, list[float]]) -> Iterator[tuple[str, Entry]]:
+    """Each tensor of a model without its adapters: name, dtype, shape, and what makes its parts one at a time.
+    storage: of the experts, "mxfp4" or "fp8"; None for bf16.  errors: as of `again`."""
     for key, t in base.state_dict().items():
         owner, _, leaf = key.rpartition(".")
         if ".lora_" in key:
@@ -224,9 +235,23 @@ def merged(base: Any) -> Iterator[tuple[str, Entry]]:
         name, module = key.replace(".base_layer", ""), base.get_submodule(owner)
         outer, stored = base.get_submodule(name.rpartition(".")[0]), vars(module).get("stored", {})
         if leaf in stored:
-            shape, parts = held(module, leaf).shape, partial(experts, module, outer, leaf)
-            order = (0, 2, 1) if module.is_transposed else (0, 1, 2)
-            yield name, (torch.bfloat16, tuple(shape[axis] for axis in order), parts)
+            (count, out, width), parts = held(module, leaf).shape, partial(experts, module, outer, leaf)
+            if storage == "mxfp4":
+                made = [partial(again, parts, storage, part, errors.setdefault(leaf, [0, 0])) for part in (0, 1)]
+                yield f"{name}_blocks", (torch.uint8, (count, out, width // 32, 16), made[0])
+                yield f"{name}_scales", (torch.uint8, (count, out, width // 32), made[1])
+            elif storage == "fp8":
+                halves = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else (leaf,)
+                for expert, (half, of) in itertools.product(range(count), enumerate(halves)):
+                    rows = out // len(halves)
+                    which = partial(parts, [expert], slice(half * rows, (half + 1) * rows))
+                    path, of_errors = f"{name.removesuffix(leaf)}{expert}.{of}.weight", errors.setdefault(of, [0, 0])
+                    yield path, (torch.float8_e4m3fn, (rows, width), partial(again, which, storage, 0, of_errors))
+                    scales = torch.float32, (rows // 128, width // 128), partial(again, which, storage, 1, of_errors)
+                    yield f"{path}_scale_inv", scales
+            else:
+                shape = (count, width, out) if module.is_transposed else (count, out, width)
+                yield name, (torch.bfloat16, shape, partial(rounded, parts, module.is_transposed))
         elif not (stored and leaf in module._buffers):
             yield name, (t.dtype, tuple(t.shape), partial(dense, t, outer if leaf == "weight" else module))
 
@@ -237,25 +262,49 @@ def dense(weight: Tensor, owner: Any) -> Iterator[Tensor]:
     yield (weight.float() + owner.get_delta_weight("default")).to(weight.dtype) if adapted else weight
 
 
-def experts(module: Any, wrapper: Any, name: str) -> Iterator[Tensor]:
-    """Each expert's W + BA in bf16, as the module's own weight would lie."""
+def experts(
+    module: Any, wrapper: Any, name: str, which: Iterable[int] | None = None, rows: slice = slice(None)
+) -> Iterator[Tensor]:
+    """(out, in) W + BA of each expert in float32.  which: the experts, of all.  rows: of out."""
     while wrapper is not module and wrapper.parameter_name != name:
         wrapper = wrapper.base_layer
     weight, factors = held(module, name), cast(LowRank, on_peft.factors(wrapper))
-    for expert in range(len(weight)):
+    for expert in range(len(weight)) if which is None else which:
         numbers = weight.decode(expert, torch.float32) + factors.b[expert].float() @ factors.a[expert].float()
-        yield (numbers.mT if module.is_transposed else numbers).bfloat16()
+        yield numbers[rows]
+
+
+def rounded(parts: Callable[..., Iterator[Tensor]], transposed: bool) -> Iterator[Tensor]:
+    """Each expert in bf16, as the module's own weight would lie."""
+    for numbers in parts():
+        yield (numbers.mT if transposed else numbers).bfloat16()
+
+
+def again(parts: Callable[..., Iterator[Tensor]], storage: str, part: int, errors: list[float]) -> Iterator[Tensor]:
+    """Values (part 0) or scales (part 1) of each expert, quantized.  errors: values add their squared errors and squares."""
+    for numbers in parts():
+        made = quantize(numbers[None], storage)
+        if part == 0:
+            squares = (made.decode(0, torch.float32) - numbers).square().sum(), numbers.square().sum()
+            errors[:] = (error + float(square) for error, square in zip(errors, squares, strict=True))
+        yield cast(Tensor, made.tensors[part])
 
 
 @torch.no_grad()
-def export(model: Any, folder: Path) -> None:
+def export(model: Any, folder: Path, storage: str | None) -> None:
     """Write config.json, generation_config.json and model.safetensors: a header and the tensors' bytes one after another, since
-    safetensors' own writer needs all of them in memory."""
+    safetensors' own writer needs all of them in memory.  storage: as of `merged`."""
     base, config = model.get_base_model(), copy.deepcopy(model.config)
     del config.quantization_config
+    if storage is not None:
+        dense_layers = [name for name, module in base.named_modules() if "Linear" in type(module).__name__]
+        names = sorted({name.replace(".base_layer", "") for name in dense_layers if ".lora_" not in name})
+        config.quantization_config = {"quant_method": storage, "modules_to_not_convert": names}
+        config.quantization_config |= {"weight_block_size": [128, 128]} if storage == "fp8" else {}
     config.save_pretrained(folder)
     base.generation_config.save_pretrained(folder)
-    entries, header, end = dict(merged(base)), {}, 0
+    errors: dict[str, list[float]] = {}
+    entries, header, end = dict(merged(base, storage, errors)), {}, 0
     for name, (dtype, shape, _) in entries.items():
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": (begin, end)}
@@ -266,6 +315,8 @@ def export(model: Any, folder: Path) -> None:
         for *_, parts in entries.values():
             for part in parts():
                 file.write(part.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    for name, (error, square) in errors.items():
+        print(f"{name} in {storage}: relative RMS error {math.sqrt(error / square):.4f}")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -285,6 +336,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=Path, help=words)
     for name, value in (("tokens", 4096), ("steps", 20), ("rank", 8)):
         parser.add_argument(f"--{name}", type=positive, default=value, help="(%(default)s)")
+    parser.add_argument("--quantized", action="store_true", help="with --export: experts in MXFP4 or e4m3 again")
     parser.add_argument("--lr", type=float, default=1e-3, help="(%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
     parser.add_argument(
@@ -299,6 +351,8 @@ def main(arguments: list[str] | None = None) -> None:
     model = loaded(options)
     if options.export is not None and model.config.quantization_config.quant_method not in ("mxfp4", "blazeproto"):
         refuse("--export: expected a checkpoint in bf16 or MXFP4, got one whose other layers are quantized too")
+    if options.quantized and model.config.model_type not in ("gpt_oss", *IN_FP8):
+        refuse(f"--quantized: expected gpt_oss, {', '.join(IN_FP8)}, got {model.config.model_type}")
     row = train(model, options)
     if options.json is not None:
         of = {name: getattr(options, name) for name in ("backend", "tokens", "steps", "rank")}
@@ -308,7 +362,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.adapters is not None:
         model.save_pretrained(options.adapters)
     if options.export is not None:
-        export(model, options.export)
+        storage = "mxfp4" if model.config.model_type == "gpt_oss" else "fp8"
+        export(model, options.export, storage if options.quantized else None)
 
 
 if __name__ == "__main__":
