@@ -16,6 +16,7 @@ experts are in MXFP4 (gpt-oss) or in e4m3 blocks (Qwen, DeepSeek-V3, GLM-4), and
 both without blazeproto or peft. docs/stored.md has the memory that models need.
 """
 
+import contextlib
 import copy
 import itertools
 import json
@@ -37,8 +38,8 @@ from blazeproto.autograd import LowRank
 from blazeproto.integrations import peft as on_peft
 from blazeproto.integrations.transformers import register
 from blazeproto.runtime.arch import ARCHES
-from blazeproto.stored import FORMATS, quantize
-from blazeproto.stored.module import held
+from blazeproto.stored import FORMATS, StoredWeight, fp8, int4, quantize
+from blazeproto.stored.module import held, hold
 from scripts.command import argument_parser, positive, refuse
 
 DTYPES = {
@@ -90,6 +91,8 @@ def loaded(options: Namespace) -> Any:
 
     if options.random is not None:
         model = of_random_numbers(options.random, options.device)
+    elif (method := method_of(options.folder)) in PARTS:
+        model = of_tensors_per_expert(options.folder, method, options.device)
     else:
         given = {"dtype": torch.bfloat16, "device_map": options.device, "experts_implementation": "blazeproto"}
         model = AutoModelForCausalLM.from_pretrained(options.folder, local_files_only=True, **given)
@@ -123,6 +126,89 @@ def of_random_numbers(name: str, device: str) -> Any:
             getattr(module, f"{weight}_scales").random_(119, 121)  # 2^-8 and 2^-7
     model.initialize_weights()
     return model
+
+
+# --- A checkpoint with a tensor for each expert --------------------------------------------------------------------------
+
+PARTS = {  # the tensors of a weight, by a checkpoint's quant_method
+    "fp8": ("weight", "weight_scale_inv"),
+    "compressed-tensors": ("weight_packed", "weight_scale", "weight_zero_point"),
+}
+
+
+def method_of(folder: Path) -> str | None:
+    """The quant_method of a checkpoint; None for one in bf16."""
+    found: str | None = (
+        json.loads((folder / "config.json").read_text()).get("quantization_config", {}).get("quant_method")
+    )
+    return found
+
+
+@torch.no_grad()
+def of_tensors_per_expert(folder: Path, method: str, device: str) -> Any:
+    """A model whose experts are stored as the checkpoint's bytes. All else is decoded to bf16, tensor by tensor."""
+    from accelerate import init_empty_weights
+    from safetensors import safe_open
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    from blazeproto.integrations.stored import StoredConfig
+
+    files = [safe_open(path, "pt", device=device) for path in sorted(folder.glob("*.safetensors"))]
+    places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    block = config.quantization_config.get("weight_block_size")
+    del config.quantization_config
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+    def weight_of(paths: list[str], halves: int) -> StoredWeight:
+        """The experts' weight, each of one tensor or of gate's and up's."""
+        made: list[Tensor | None] = []
+        for part in PARTS[method]:
+            names = [f"{path}.{part}" for path in paths]
+            if names[0] not in places:
+                made.append(None)
+                continue
+            first = places[names[0]].get_tensor(names[0])
+            whole = first.new_empty(len(paths), *first.shape)
+            for place, name in zip(whole, names, strict=True):
+                place.copy_(places[name].get_tensor(name))
+            made.append(whole.view(-1, halves * whole.shape[1], whole.shape[2]))
+        values, scales, *zeros = cast(list[Tensor], made)
+        if method == "fp8":
+            return fp8(values, scales, block=tuple(block))
+        return int4(values, scales, zeros[0], group=8 * values.shape[2] // scales.shape[2])
+
+    state = {}
+    for key, t in model.state_dict().items():
+        path, _, leaf = key.rpartition(".")
+        if hasattr(model.get_submodule(path), "is_transposed"):
+            continue
+        if f"{path}.weight_packed" in places and leaf == "weight":
+            state[key] = weight_of([path], 1).decode(0)
+        elif key in places:
+            numbers = places[key].get_tensor(key)
+            if f"{key}_scale_inv" in places:
+                scales = places[f"{key}_scale_inv"].get_tensor(f"{key}_scale_inv").float()
+                for axis, side in enumerate(block):  # the last blocks may be smaller
+                    scales = scales.repeat_interleave(side, axis).narrow(axis, 0, numbers.shape[axis])
+                numbers = numbers.float() * scales
+            state[key] = numbers.to(t.dtype)
+    model.load_state_dict(state, strict=False, assign=True)
+    for name, module in model.named_modules():
+        if hasattr(module, "is_transposed"):
+            module.stored = {}
+            for weight, halves in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+                paths = [f"{name}.{expert}.{half}" for expert in range(module.num_experts) for half in halves]
+                hold(module, weight, weight_of(paths, len(halves)))
+    model.tie_weights()
+    if left := [name for name, t in model.named_parameters() if t.is_meta]:
+        refuse(f"{folder}: expected all tensors of {type(model).__name__}, without {', '.join(left[:3])}")
+    model.set_experts_implementation("blazeproto")
+    model.config.quantization_config = StoredConfig("fp8" if method == "fp8" else "int4")
+    with contextlib.suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return model.to(device)
 
 
 # --- Attention and loss --------------------------------------------------------------------------------------------------

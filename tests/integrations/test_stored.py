@@ -250,6 +250,7 @@ def test_the_script_trains_a_checkpoint_and_exports_it_merged(
     before = base(tokens()).logits
     beside = peft.PeftModel.from_pretrained(base, tmp_path / "a")
     wanted = beside(tokens()).logits
+    as_it_lies = loaded(tmp_path / "merged", experts_implementation="blazeproto")(tokens()).logits
     monkeypatch.setitem(auto.AUTO_QUANTIZER_MAPPING, "mxfp4", auto.Mxfp4HfQuantizer)
     plain = loaded(tmp_path / "merged", experts_implementation="eager")
     assert {p.dtype for p in plain.parameters()} <= {torch.bfloat16, torch.float32}
@@ -258,3 +259,5 @@ def test_the_script_trains_a_checkpoint_and_exports_it_merged(
     errors = [float(line.split()[-1]) for line in printed.splitlines() if "RMS" in line]
     assert len(errors) == (2 + (family != "gpt_oss")) * quantized
     assert off < (0.3 if quantized else 0.05) * change and all(0.01 < error < 0.15 for error in errors)
+    plain.set_experts_implementation("blazeproto")
+    assert torch.equal(plain(tokens()).logits, as_it_lies)

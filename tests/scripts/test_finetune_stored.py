@@ -1,17 +1,23 @@
 """`scripts/finetune_stored.py` on tiny models: of random numbers, and folders in each format that checkpoints have."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason="needs transformers 5.17 or later")
 pytest.importorskip("peft", reason="needs peft 0.20 or later")
 
+from blazeproto import stored  # noqa: E402
 from scripts import finetune_stored  # noqa: E402
 from scripts.finetune_stored import SIZES  # noqa: E402
+from tests.integrations import families  # noqa: E402
 
 ON_CPU = ["--device=cpu", "--tokens=40", "--lr=0.01"]
 
@@ -76,3 +82,77 @@ def test_attention_and_loss_are_those_of_transformers(tokens: int, monkeypatch: 
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
     model.config.logits_scaling = 1.0  # a model that says more of its logits computes its own loss
     torch.testing.assert_close(finetune_stored.loss_of(model, ids), loss)
+
+
+# --- Folders with a tensor for each expert -------------------------------------------------------------------------------
+
+
+def folder_of(family: str, method: str, where: Path) -> tuple[Path, Any]:
+    """A tiny checkpoint as Qwen3's and DeepSeek-V3's in fp8, or compressed-tensors' in int4; and the model of its numbers."""
+    model = families.tiny(family, dtype=torch.bfloat16)
+    state = {}
+    for name, t in model.state_dict().items():
+        path, _, leaf = name.rpartition(".")
+        if leaf in ("gate_up_proj", "down_proj"):
+            halves = (
+                {"down_proj": t}
+                if leaf == "down_proj"
+                else dict(zip(("gate_proj", "up_proj"), t.chunk(2, 1), strict=True))
+            )
+            for (half, of_all), expert in itertools.product(halves.items(), range(len(t))):
+                state |= packed(f"{path}.{expert}.{half}", of_all[expert], method)
+        elif leaf == "weight" and "proj" in path and method == "fp8":
+            state |= packed(path, t, method)
+        else:
+            state[name] = t
+    save_file(state, where / "model.safetensors", metadata={"format": "pt"})
+    entry = {"quant_method": method, "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    config = model.config.to_dict() | {"quantization_config": entry, "architectures": [type(model).__name__]}
+    (where / "config.json").write_text(json.dumps(config))
+    return where, model
+
+
+def packed(path: str, weight: Tensor, method: str) -> dict[str, Tensor]:
+    """The tensors of one weight, which becomes their numbers. Scales of int4 are for 32 of a row, with zero points."""
+    if method == "fp8":
+        wide = F.pad(weight, (0, -weight.shape[1] % 128, 0, -weight.shape[0] % 128))
+        made = stored.quantize(wide[None], "fp8")
+        weight.copy_(made.decode(0)[: weight.shape[0], : weight.shape[1]])
+        values = made.values[0, : weight.shape[0], : weight.shape[1]].contiguous()
+        return {f"{path}.weight": values, f"{path}.weight_scale_inv": made.scales[0]}
+    made = stored.quantize(weight[None], "int4")
+    zeros = torch.full(
+        (1, weight.shape[0] // 8, weight.shape[1] // 32), 0x78787878, dtype=torch.int32
+    )  # 0 and -1 in turn
+    made = stored.int4(made.values.view(torch.int32), made.scales, zeros, group=32)
+    weight.copy_(made.decode(0))
+    names = ("weight_packed", "weight_scale", "weight_zero_point")
+    return {
+        f"{path}.{name}": t[0]
+        for name, t in zip(names, (made.values.view(torch.int32), made.scales, zeros), strict=True)
+    }
+
+
+@pytest.mark.parametrize("method", ["fp8", "compressed-tensors"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_a_folder_is_read_as_its_bytes_lie_trained_and_exported(
+    family: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The logits are those of the model of its numbers; after the export, those of transformers on the merged folder."""
+    monkeypatch.setattr(families, "SMALL", families.SMALL | {"hidden_size": 128, "moe_intermediate_size": 128})
+    with torch.no_grad():
+        folder, plain = folder_of(family, method, tmp_path)
+    model = finetune_stored.of_tensors_per_expert(folder, method, "cpu")
+    plain.set_experts_implementation("blazeproto")
+    assert torch.equal(model(families.tokens()).logits, plain(families.tokens()).logits)
+    made: list[Any] = []
+    real = finetune_stored.export
+    monkeypatch.setattr(finetune_stored, "export", lambda model, *more: made.append(model) or real(model, *more))
+    finetune_stored.main([str(folder), "--steps=2", f"--export={tmp_path / 'merged'}", *ON_CPU])
+    wanted = made[0].eval()(families.tokens()).logits
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16)
+    off, change = (
+        float((t - wanted).detach().float().norm())
+        for t in (merged(families.tokens()).logits, plain(families.tokens()).logits)
+    )
+    assert off < 0.1 * change
