@@ -29,7 +29,8 @@ NAME = "blazeproto"
 def store_experts(model: Any, storage: str) -> Any:
     """Quantize the experts of a transformers model in place, freeze them, and set the experts implementation "blazeproto".
 
-    One layer after another, expert by expert: beside the model, a layer's weights in ``storage`` and one expert's numbers exist.
+    One weight after another, in slices of an expert's rows. Beyond the model as it was, this weight in ``storage`` and less than
+    one expert's weight in bf16 exist.
     Dettmers et al., QLoRA, arXiv 2305.14314.
 
     Args:

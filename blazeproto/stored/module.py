@@ -19,26 +19,26 @@ from blazeproto.stored.weight import FORMATS, StoredWeight, check_block, quantiz
 
 
 def store(module: Any, names: Sequence[str], storage: str, *, transposed: bool = False) -> None:
-    """Quantize a module's weights (E, out, in) of these names in place, one expert at a time; on meta their shapes alone.
+    """Quantize a module's weights (E, out, in) of these names in place, one after another; on meta their shapes alone.
     transposed: they lie as (E, in, out).
 
     Raises:
-        TypeError, ValueError: a weight or the format does not fit, and the module is as it was.
+        TypeError, ValueError: a weight or the format does not fit. The module is as it was, unless a later weight's numbers are
+            not finite.
     """
     one_of("storage", storage, tuple(FORMATS))
     require(not module.stored, "storage", "weights that are not stored", f"stored ones: {', '.join(module.stored)}")
-    weights, made = [getattr(module, name).mT if transposed else getattr(module, name) for name in names], {}
-    rows, columns = FORMATS[storage].block
-    for name, weight in zip(names, weights, strict=True):
-        check_block("block", (rows, columns), weight.shape, storage)
+    (rows, columns), axes = FORMATS[storage].block, (1, 2 if transposed else 1)
+    for name in names:
+        check_block("block", (rows, columns), getattr(module, name).transpose(*axes).shape, storage)
+    for name in names:
+        weight = getattr(module, name).transpose(*axes)
         one = quantize(torch.zeros(1, rows, columns, device="cpu") if weight.is_meta else weight, storage)
         new = (
             t.to("meta").repeat(len(weight), weight.shape[1] // rows, weight.shape[2] // columns)
             for t in one.tensors[:2]
         )
-        made[name] = StoredWeight(one.how, next(new), next(new)) if weight.is_meta else one
-    for name, stored in made.items():
-        hold(module, name, stored)
+        hold(module, name, StoredWeight(one.how, next(new), next(new)) if weight.is_meta else one)
 
 
 def hold(module: Any, name: str, weight: StoredWeight) -> None:

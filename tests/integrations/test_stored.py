@@ -1,7 +1,9 @@
 """Stored experts in transformers' models: MXFP4 checkpoints, `store_experts`, peft's adapters, saving and reloading."""
 
 import copy
+import itertools
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -110,19 +112,32 @@ def test_a_checkpoint_in_mxfp4_is_loaded_as_its_bytes_lie(checkpoint: Path, tmp_
 
 
 def test_no_half_of_a_layers_weights_is_allocated(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In loading, forward and backward, beside the mapped file. While experts are stored: their bytes, and nine times the bf16
-    numbers of one expert's weight."""
+    """In loading, forward and backward, beside the mapped file."""
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # another thread's allocations are not seen
     with torch.profiler.profile(profile_memory=True) as profile:
         gradients(model := loaded(checkpoint))
     weights = [held(experts, name) for experts in experts_of(model).values() for name in experts.stored]
     in_bf16 = 2 * sum(weight.shape.numel() for weight in weights[:2])
     assert max(event.self_cpu_memory_usage for event in profile.events() if event.name[0] != "[") < in_bf16 / 2
-    plain = model_of("gpt_oss")
+
+
+@pytest.mark.parametrize("storage", ["mxfp4", "nf4"])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_one_weight_at_a_time_is_stored(family: str, storage: str) -> None:
+    """Beyond the model as it was: one weight's bytes, and less than one expert's numbers in bf16. Each bf16 weight is freed."""
+    model = model_of(family)
+    experts = [*experts_of(model).values()]
+    sizes = [getattr(each, name).nbytes for each in experts for name in PARTS]
     with Allocated() as allocated:
-        store_experts(plain, "nf4")
-    packed = sum(t.nbytes for t in plain.state_dict().values() if t.dtype == torch.uint8)
-    assert allocated.peak < packed + 9 * 2 * weights[0].shape[1:].numel()
+        for each, name in itertools.product(experts, PARTS):
+            weight = getattr(each, name)
+            weakref.finalize(weight.untyped_storage(), allocated.free, weight.nbytes)
+        del weight
+        store_experts(model, storage)
+    first = held(experts[0], "gate_up_proj")
+    assert first.nbytes < allocated.peak < first.nbytes + 2 * first.shape[1:].numel()
+    stored_bytes = sum(held(each, name).nbytes for each, name in itertools.product(experts, PARTS))
+    assert allocated.now == stored_bytes - sum(sizes)
 
 
 def test_scales_that_overflow_and_checkpoints_without_blocks_are_refused(checkpoint: Path, tmp_path: Path) -> None:
