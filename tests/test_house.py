@@ -278,7 +278,7 @@ CEILINGS = {
     "blazeproto/lab/**/*.py": 2921,
     "ptxsim/*.py": 2936,
     "scripts/**/*.py": 8560,
-    "tests/**/*.py ptxsim/tests/**/*.py": 23226,
+    "tests/**/*.py ptxsim/tests/**/*.py": 23234,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 5718,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from blazeproto.runtime.checks import instance, one_of, require
-from blazeproto.stored.weight import FORMATS, StoredWeight, check_block, quantize
+from blazeproto.stored.weight import FORMATS, StoredWeight, check_block, check_scales, quantize
 
 
 def store(module: Any, names: Sequence[str], storage: str, *, transposed: bool = False) -> None:
@@ -65,8 +65,11 @@ def held(module: Any, name: str) -> Any:
 
 
 def _check_state(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Others than bytes would be cast to bytes."""
-    for weight, (how, _) in module.stored.items():
-        for name in (weight, f"{weight}_{FORMATS[how.split()[0]].scales}"):
-            dtype = getattr(state.get(prefix + name), "dtype", torch.uint8)
-            require(dtype == torch.uint8, prefix + name, f"bytes of {how!r}, as the layer stores it", dtype)
+    """Bytes alone, or they would be cast to bytes; values and their scales, or neither; and scales that may be."""
+    for weight, (how, dtype) in module.stored.items():
+        names = prefix + weight, f"{prefix}{weight}_{FORMATS[how.split()[0]].scales}"
+        for name in names:
+            got = getattr(state.get(name), "dtype", None if {*names} & state.keys() else torch.uint8)
+            require(got == torch.uint8, name, f"bytes of {how!r}, as the layer stores it", got)
+        if names[1] in state and not state[names[1]].is_meta:
+            check_scales(names[1], state[names[1]].view(dtype))

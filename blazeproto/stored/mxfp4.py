@@ -14,6 +14,7 @@ from blazeproto.stored.weight import (
     FORMATS,
     Format,
     StoredWeight,
+    check_scales,
     check_tensor,
     largest_of,
     of_nibbles,
@@ -24,7 +25,6 @@ BLOCK = 32
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 NUMBERS = (*MAGNITUDES, *(-number for number in MAGNITUDES))
 BYTES, SCALES = (torch.uint8, torch.int8), (torch.uint8, torch.float8_e8m0fnu)
-LARGEST_SCALE = 252  # the byte: with 253 the number 4 overflows bf16
 
 
 def mxfp4(blocks: Tensor, scales: Tensor) -> StoredWeight:
@@ -47,9 +47,7 @@ def mxfp4(blocks: Tensor, scales: Tensor) -> StoredWeight:
     scales = check_tensor("scales", scales, SCALES, values).view(torch.uint8)
     shape = experts, out, packed * 2 // BLOCK
     require(scales.shape == shape, "scales", f"shape (E, out, in / 32) = {shape}", tuple(scales.shape))
-    largest = int(scales.max())
-    require(largest <= LARGEST_SCALE, "scales", f"bytes up to {LARGEST_SCALE}, or bf16 overflows", largest)
-    return StoredWeight(f"mxfp4 1 {BLOCK}", values, scales.view(torch.float8_e8m0fnu))
+    return StoredWeight(f"mxfp4 1 {BLOCK}", values, check_scales("scales", scales.view(torch.float8_e8m0fnu)))
 
 
 def _quantize(numbers: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:

@@ -228,7 +228,7 @@ def check_block(name: str, block: Any, shape: Any, format: str) -> None:
 
 
 def check_scales(name: str, scales: Tensor) -> Tensor:
-    """The scales. ValueError for one that is NaN, Inf or negative."""
-    wide = scales.float()
-    require(bool((wide.isfinite() & (wide >= 0)).all()), name, "finite scales of at least 0", "NaN, Inf or less")
+    """The scales. ValueError for one that is NaN, Inf or negative, or in e8m0 above 2^125: then 4 times it overflows bf16."""
+    wide, most = scales.float(), 2.0**125 if scales.dtype == torch.float8_e8m0fnu else torch.finfo(torch.float32).max
+    require(bool(((wide >= 0) & (wide <= most)).all()), name, f"scales from 0 to {most:g}", "NaN, Inf, less or more")
     return scales
