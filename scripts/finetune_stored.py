@@ -9,6 +9,9 @@
 AdamW, activation checkpointing, one sequence a step. Each step prints its loss and tokens per second, the last line the peaks of
 GPU memory, or of the process on a CPU. Nothing is downloaded. Without --text one sequence of random tokens is repeated.
 
+`torchrun --nproc-per-node P -m scripts.finetune_stored ...` shares the experts between P ranks. Each loads the whole model, keeps
+1 / P of its experts, and trains on its own sequences.
+
 gpt-oss's attention runs without a matrix of tokens x tokens, and logits exist for 1024 tokens at a time.
 
 --export writes one file, model.safetensors, tensor by tensor and expert by expert, with W + BA rounded to bf16. With --quantized
@@ -21,6 +24,7 @@ import copy
 import itertools
 import json
 import math
+import os
 import resource
 import time
 from argparse import Namespace
@@ -30,13 +34,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from blazeproto.autograd import LowRank
 from blazeproto.integrations import peft as on_peft
-from blazeproto.integrations.transformers import register
+from blazeproto.integrations.transformers import expert_parallel, register
 from blazeproto.runtime.arch import ARCHES
 from blazeproto.stored import FORMATS, StoredWeight, fp8, int4, quantize
 from blazeproto.stored.module import held, hold
@@ -284,18 +289,26 @@ def sequences(options: Namespace, vocabulary: int) -> Tensor:
 
 def train(model: Any, options: Namespace) -> dict[str, float]:
     """Prints a line a step and one of memory. The losses, tokens per second after the first step, and the peaks in GiB."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    torch.manual_seed(rank)
     batches = sequences(options, model.config.get_text_config().vocab_size).to(options.device)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=options.lr, fused=True)
+    batches = batches[rank % len(batches) :: ranks]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=options.lr, fused=True)
     losses, times = [], [time.perf_counter()]
     for step, ids in zip(range(options.steps), itertools.cycle(batches), strict=False):
         loss = loss_of(model, ids)
         loss.backward()
+        for p in trained if ranks > 1 else ():  # a rank has its experts' gradients, and all others of its own tokens
+            dist.all_reduce(p.grad)
+            p.grad /= ranks
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())  # waits for the GPU
         times.append(time.perf_counter())
         speed = ids.numel() / (times[-1] - times[-2])
-        print(f"step {step + 1}: loss {losses[-1]:.4f}, {speed:.0f} tokens/s", flush=True)
+        if rank == 0:
+            print(f"step {step + 1}: loss {losses[-1]:.4f}, {speed:.0f} tokens/s", flush=True)
     if batches.is_cuda:
         peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     else:
@@ -434,12 +447,21 @@ def main(arguments: list[str] | None = None) -> None:
     torch.manual_seed(0)
     register(storage="mxfp4", backend=options.backend)
     on_peft.register()
+    if "LOCAL_RANK" in os.environ and not dist.is_initialized():
+        dist.init_process_group()
+        options.device = f"cuda:{os.environ['LOCAL_RANK']}" if options.device.startswith("cuda") else options.device
+    if dist.is_initialized() and options.export is not None:
+        refuse("--export: expected one rank, got several, each with some of the experts")
     model = loaded(options)
+    if dist.is_initialized():
+        expert_parallel(model, cast(dist.ProcessGroup, dist.group.WORLD))
     if options.export is not None and model.config.quantization_config.quant_method not in ("mxfp4", "blazeproto"):
         refuse("--export: expected a checkpoint in bf16 or MXFP4, got one whose other layers are quantized too")
     if options.quantized and model.config.model_type not in ("gpt_oss", *IN_FP8):
         refuse(f"--quantized: expected gpt_oss, {', '.join(IN_FP8)}, got {model.config.model_type}")
     row = train(model, options)
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return
     if options.json is not None:
         of = {name: getattr(options, name) for name in ("backend", "tokens", "steps", "rank")}
         gpu = torch.cuda.get_device_name() if options.device.startswith("cuda") else "none"

@@ -36,7 +36,7 @@ from blazeproto.gemm.recipe import Recipe
 from blazeproto.integrations.gates import DEFAULT_GATE, activation_of, full_name, gate_name
 from blazeproto.runtime.checks import require
 from blazeproto.runtime.optional import look, need
-from blazeproto.stored.module import held
+from blazeproto.stored.module import held, hold
 from blazeproto.stored.weight import StoredWeight
 
 if TYPE_CHECKING:
@@ -265,8 +265,8 @@ def experts_forward(
         "up_bias": up_bias,
         "down_bias": down_bias,
         "options": Options(str(activation_of(experts)), backend=backend, precision="bf16" if low_rank else precision),
-        "up_factors": own_factors(up_factors, down),
-        "down_factors": own_factors(down_factors, down),
+        "up_factors": own_factors(up_factors, experts),
+        "down_factors": own_factors(down_factors, experts),
     }
     tensors = (x, up, down, top_k_weights, top_k_index)
     dispatcher = getattr(experts, "dispatcher", None)
@@ -286,6 +286,7 @@ def expert_parallel(
     of any size, all as often and in the same order. The experts' parameters become DTensors sharded over E, so an optimizer comes
     afterwards; all others stay, and their gradients are of the rank's own batch: the caller, or DDP, reduces them. An expert
     gets the gradient of the sum of the ranks' losses, complete after backward. ``docs/distributed.md`` says what else holds.
+    Stored weights stay plain tensors, of the rank's own experts; adapters are added before.
 
     Args:
         model: a transformers model, or an experts module, on its device; changed, and returned.
@@ -309,20 +310,25 @@ def expert_parallel(
             f'experts that run in place with "{NAME}"',
             f"{name or 'some'}: {path}",
         )
-        plain = not hasattr(experts, "dispatcher") and not is_stored(experts)
-        require(plain, "model", "experts without a dispatcher that are not stored", f"{name or 'some'}: {path}")
+        plain = not hasattr(experts, "dispatcher") and is_stored(experts) <= hasattr(experts, "stored")
+        require(plain, "model", "experts without a dispatcher, not transformers' in fp8", f"{name or 'some'}: {path}")
         mesh, num_experts = mesh_of(mesh_or_group, experts.down_proj.device.type), len(experts.down_proj)
-        ranks = mesh.size(mesh.ndim - 1)
+        ranks, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
         require(
             num_experts % ranks == 0, "model", f"{name or 'experts'} to be a multiple of {ranks} ranks", num_experts
         )
         own = AllToAll(mesh.get_group(mesh.ndim - 1), num_experts) if dispatcher is None else dispatcher
         check_dispatcher(own, Options(), num_experts, num_experts // ranks, _weights(experts)[1].shape[1], mesh)
-        made.append((experts, mesh, own))
+        made.append((experts, mesh, own, slice(rank * num_experts // ranks, (rank + 1) * num_experts // ranks)))
     require(bool(made), "model", "one with experts of transformers", type(model).__name__)
-    for experts, mesh, own in made:
-        keep_own_experts(experts, {name: getattr(experts, name) for name in _names(experts)}, mesh)
-        experts.dispatcher = own
+    for experts, mesh, own, mine in made:
+        stored, names = getattr(experts, "stored", {}), _names(experts)
+        keep_own_experts(experts, {name: getattr(experts, name) for name in names if name not in stored}, mesh)
+        for name in stored:
+            hold(
+                experts, name, held(experts, name)[mine]._map(torch.clone)
+            )  # so that the other experts' memory is free
+        experts.dispatcher, experts.device_mesh = own, mesh
     return model
 
 

@@ -193,7 +193,7 @@ def test_refused_models_stay_as_they_were() -> None:
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
     store_experts(model, "nf4")
     refuses(lambda: store_experts(model, "nf4"), "storage")
-    refuses(lambda: expert_parallel(model, object()), "model")  # type: ignore[arg-type]
+    refuses(lambda: expert_parallel(model, object()), "mesh_or_group", TypeError)  # type: ignore[arg-type]
     experts_of(model)["model.layers.0.mlp.experts"].act_fn.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="has stored experts; expected stored experts in a module that runs in place"):
         model(tokens())
