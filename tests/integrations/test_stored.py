@@ -270,7 +270,7 @@ def test_the_script_trains_a_checkpoint_and_exports_it_merged(
     plain = loaded(tmp_path / "merged", experts_implementation="eager")
     assert {p.dtype for p in plain.parameters()} <= {torch.bfloat16, torch.float32}
     assert ("quantization_config" in json.loads((tmp_path / "merged" / "config.json").read_text())) == quantized
-    off, change = (float((t - wanted).detach().float().norm()) for t in (plain(tokens()).logits, before))
+    off, change = ((t - wanted).detach().float().norm(dim=-1).median() for t in (plain(tokens()).logits, before))
     errors = [float(line.split()[-1]) for line in printed.splitlines() if "RMS" in line]
     assert len(errors) == (2 + (family != "gpt_oss")) * quantized
     assert off < (0.3 if quantized else 0.05) * change and all(0.01 < error < 0.15 for error in errors)
