@@ -274,11 +274,11 @@ CEILINGS = {
     "blazeproto/autograd/**/*.py": 1934,
     "blazeproto/blocksparse/**/*.py": 588,
     "blazeproto/distributed/**/*.py": 471,
-    "blazeproto/integrations/**/*.py": 375,
+    "blazeproto/integrations/**/*.py": 378,
     "blazeproto/lab/**/*.py": 2921,
     "ptxsim/*.py": 2936,
-    "scripts/**/*.py": 8393,
-    "tests/**/*.py ptxsim/tests/**/*.py": 23187,
+    "scripts/**/*.py": 8579,
+    "tests/**/*.py ptxsim/tests/**/*.py": 23261,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 5994,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in
