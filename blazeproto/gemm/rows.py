@@ -10,7 +10,7 @@ from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.e4m3 import Quantized
 from blazeproto.gemm.launch import Box, Params, Plan, dense_box, num_sms, persistent_grid
 from blazeproto.gemm.product import Variant
-from blazeproto.gemm.stored import LINES, Packed, Storage, decoders
+from blazeproto.gemm.stored import Packed, Storage, decoders
 from blazeproto.gemm.tiles import BF16, BK, BM, E4M3, SLAB, Element, TileConfig
 
 ROWS_PARAMS = Params(
@@ -99,7 +99,7 @@ def rows_plan(
         decoded = None
         if stored.slots:
             decoding, slot = decoders(num_rows, num_experts, num_sms(device)), prod(lying[1:])
-            decoded = dense_box((SLAB, slot // SLAB, stored.slots), (SLAB, LINES, 1))
+            decoded = dense_box((SLAB, slot // SLAB, stored.slots), (SLAB, stored.lines, 1))
             grid = min(grid, num_sms(device) - decoding) + decoding
         of_ring = stored.slots, *lying[1:], decoding
         params, maps = STORED_ROWS_PARAMS, (*maps, decoded)

@@ -14,7 +14,6 @@ RUN = 32  # numbers of a row that a thread decodes at a time: one scale
 FORMATS = {"mxfp4": 1, "int4": 2, "nf4": 3, "fp8": 4}
 """STORED of a format's kernels (cuda/stored.cuh), by the name that `blazeproto.stored` has for it."""
 
-LINES = 64  # of 64 numbers: what a warp of decoders stores at a time
 RING_BYTES = 60 << 20  # of decoded experts, at most; two experts at least
 MOST_SLOTS = 8
 FEW_ROWS = 64  # of an expert, in the mean: with fewer, kernels that decode in each multiprocessor are faster
@@ -39,6 +38,11 @@ class Storage(NamedTuple):
     def element(self) -> Element:
         """The type of its numbers."""
         return ELEMENTS.get(self.format) or ELEMENTS["e4m3"]
+
+    @property
+    def lines(self) -> int:
+        """Lines of 64 numbers that a warp of decoders stores at a time."""
+        return 256 // self.element.bits
 
     @property
     def macros(self) -> dict[str, int | str]:

@@ -12,8 +12,8 @@
 #include "mainloop.cuh"
 #include "stored.cuh"
 
-constexpr int DECODER_REGISTERS = 96;  // of 128 at least, which a thread starts with
-constexpr int RUNS = 4;                // that a thread decodes at a time
+constexpr int DECODER_REGISTERS = 112;  // of 128 at least, which a thread starts with
+constexpr int RUNS = 16 / BITS;         // that a thread decodes at a time
 constexpr int WARP_RUNS = 32 * RUNS;   // what a warp does, one after the other in memory
 constexpr int WARP_SLAB = WARP_RUNS * RUN * int(sizeof(bf16));  // what these are decoded to, swizzled rows of two runs
 
@@ -69,7 +69,7 @@ DEVICE void decode_weights(const RowsParams& p, int tile_columns) {
             if (lane == 0) bulk_wait_group_read<0>();
             __syncwarp();
 #pragma unroll
-            for (int i = 0; i < RUNS; ++i) packed[i].store(slab, 16 * i + lane / 2, lane % 2 * (RUN / CHUNK), rows[i]);
+            for (int i = 0; i < RUNS; ++i) packed[i].store<true>(slab, 16 * i + lane / 2, lane % 2 * (RUN / CHUNK), rows[i]);
             fence_proxy_async();
             __syncwarp();
             if (lane == 0) {

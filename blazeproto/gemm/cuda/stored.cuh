@@ -63,11 +63,13 @@ struct Packed {
     }
 
     // Decodes it into four neighbouring chunks of a swizzled row, `at`. row: of the matrix, or its remainder modulo 8.
+    // CLIPPED: nobody reads a run that is not wanted.
+    template <bool CLIPPED = false>
     DEVICE void store(uint32_t stage, int at, int chunk, int row) const {
         const Decoder decoder(scale_of(scale), int(zeros >> row % 8 * 4 & 15));
 #pragma unroll
         for (int i = 0; i < RUN / CHUNK; ++i)
-            store_shared_16(swizzled(stage, at, chunk + i), wanted ? decoder.chunk(words, i) : make_uint4(0, 0, 0, 0));
+            store_shared_16(swizzled(stage, at, chunk + i), CLIPPED || wanted ? decoder.chunk(words, i) : make_uint4(0, 0, 0, 0));
     }
 
    private:
