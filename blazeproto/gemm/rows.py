@@ -98,7 +98,7 @@ def rows_plan(
         in_row, decoding = shape[2] // stored.columns, 0
         decoded = None
         if stored.slots:
-            decoding, slot = decoders(num_rows, num_experts, num_sms(device)), prod(lying[1:])
+            decoding, slot = decoders(stored.format, num_rows / num_experts, num_sms(device)), prod(lying[1:])
             decoded = dense_box((SLAB, slot // SLAB, stored.slots), (SLAB, stored.lines, 1))
             grid = min(grid, num_sms(device) - decoding) + decoding
         of_ring = stored.slots, *lying[1:], decoding

@@ -17,7 +17,8 @@ FORMATS = {"mxfp4": 1, "int4": 2, "nf4": 3, "fp8": 4}
 RING_BYTES = 60 << 20  # of decoded experts, at most; two experts at least
 MOST_SLOTS = 8
 FEW_ROWS = 64  # of an expert, in the mean: with fewer, kernels that decode in each multiprocessor are faster
-DECODED_ROWS = 100  # an expert's weights take as long to decode as to multiply by so many rows
+DECODED_ROWS = {"mxfp4": 75, "int4": 125, "nf4": 105, "fp8": 105}
+"""A multiprocessor decodes a weight in the time in which it multiplies so many rows by it, by format."""
 
 
 class Storage(NamedTuple):
@@ -77,9 +78,10 @@ def alone(config: TileConfig, stored: Storage | None) -> TileConfig:
     return replace(config, cluster=1) if stored and stored.slots else config
 
 
-def decoders(num_rows: int, num_experts: int, sms: int) -> int:
-    """Multiprocessors of ``sms`` that decode, so that the others do not wait for them."""
-    return max(1, min(sms // 2, ceil(sms * DECODED_ROWS / (DECODED_ROWS + num_rows / num_experts))))
+def decoders(format: str, rows: float, sms: int) -> int:
+    """Multiprocessors of ``sms`` that decode, so that the others do not wait for them. rows: of an expert, in the mean."""
+    decoding = DECODED_ROWS[format]
+    return max(1, min(sms // 2, ceil(sms * decoding / (decoding + rows))))
 
 
 def packed(weight: Any, slots: int = 0) -> Packed:
