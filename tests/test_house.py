@@ -266,20 +266,20 @@ def test_without_ptxsim_the_lab_says_how_to_get_it() -> None:
 
 CEILINGS = {
     "blazeproto/*.py": 864,
-    "blazeproto/runtime/**/*.py": 1071,
+    "blazeproto/runtime/**/*.py": 1068,
     "blazeproto/dispatch/**/*.py": 735,
     "blazeproto/router/**/*.py": 2310,
-    "blazeproto/gemm/**/*.py": 2191,
+    "blazeproto/gemm/**/*.py": 2231,
     "blazeproto/stored/**/*.py": 298,
-    "blazeproto/autograd/**/*.py": 1934,
+    "blazeproto/autograd/**/*.py": 1948,
     "blazeproto/blocksparse/**/*.py": 588,
     "blazeproto/distributed/**/*.py": 471,
-    "blazeproto/integrations/**/*.py": 375,
+    "blazeproto/integrations/**/*.py": 378,
     "blazeproto/lab/**/*.py": 2921,
-    "ptxsim/*.py": 2936,
-    "scripts/**/*.py": 8392,
-    "tests/**/*.py ptxsim/tests/**/*.py": 23182,
-    "blazeproto/**/*.cu blazeproto/**/*.cuh": 5994,
+    "ptxsim/*.py": 2937,
+    "scripts/**/*.py": 8672,
+    "tests/**/*.py ptxsim/tests/**/*.py": 23424,
+    "blazeproto/**/*.cu blazeproto/**/*.cuh": 6102,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in
 docs/decisions.md that says what was bought."""

@@ -276,8 +276,8 @@ def _new_rows(like: Tensor | Quantized, num_rows: int, width: int) -> Tensor:
 
 
 def _as_it_lies(step: BackendStep, *, always: bool = False, forward: bool = False) -> tuple[Any, bool]:
-    """The step's weight (E, out, in) ready for the kernels, and False; or, of a transposed view, what it is a view of, (E, in, out),
-    and True. always: `slots_for`.  forward: whether `few_rows` decides first."""
+    """The step's weight (E, out, in) ready for the kernels, and False; or, of a transposed view, what it is a view of,
+    (E, in, out), and True. always: `slots_for`.  forward: whether `few_rows` decides first."""
     weight: Tensor | Quantized | StoredWeight = step.weight
     if isinstance(weight, StoredWeight):
         few = forward and few_rows(weight.shape, step.rows)

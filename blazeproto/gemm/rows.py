@@ -10,7 +10,7 @@ from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.e4m3 import Quantized
 from blazeproto.gemm.launch import Box, Params, Plan, dense_box, num_sms, persistent_grid
 from blazeproto.gemm.product import Variant
-from blazeproto.gemm.stored import FEW_BLOCK, FEW_CTAS, LINES, Packed, Storage, decoders
+from blazeproto.gemm.stored import FEW_BLOCK, FEW_CTAS, Packed, Storage, decoders
 from blazeproto.gemm.tiles import BF16, BK, BM, E4M3, SLAB, Element, TileConfig
 
 ROWS_PARAMS = Params(
@@ -101,8 +101,8 @@ def rows_plan(
             grid = min(FEW_CTAS * num_sms(device), tiles_at_most)
         decoded = None
         if stored.slots:
-            decoding, slot = decoders(num_rows, num_experts, num_sms(device)), prod(lying[1:])
-            decoded = dense_box((SLAB, slot // SLAB, stored.slots), (SLAB, LINES, 1))
+            decoding, slot = decoders(stored.format, num_rows / num_experts, num_sms(device)), prod(lying[1:])
+            decoded = dense_box((SLAB, slot // SLAB, stored.slots), (SLAB, stored.lines, 1))
             grid = min(grid, num_sms(device) - decoding) + decoding
         of_ring = stored.slots, *lying[1:], decoding
         params, maps = STORED_ROWS_PARAMS, (*maps, decoded)
@@ -192,7 +192,7 @@ def storage_of(weights: Any) -> Storage | None:
 
 def scales(*operands: Any, first: int = 0) -> tuple[int, ...]:
     """The addresses of the scales of `SCALES`' arrays, 0 for an array without scales; () if A, the first, has none. first: of
-    B's. If B is `Packed`: of its scales and zero points, ``first``, its first column, and of its numbers and its ring's progress."""
+    B's. If B is `Packed`: of its scales and zero points; ``first``, its first column; of its numbers and its ring's progress."""
     if isinstance(b := operands[1], Packed):
         zeros, progress = (0 if t is None else t.data_ptr() for t in (b.zeros, b.progress))
         return b.scales.data_ptr(), zeros, first, b.values.data_ptr(), progress

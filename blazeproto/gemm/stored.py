@@ -1,5 +1,5 @@
-"""A frozen weight as a launch takes it: a kernel decodes it to bf16 between load and tensor core (cuda/stored.cuh). On Hopper some
-multiprocessors decode it, expert by expert, into a ring from which the others multiply (cuda/decoders.cuh)."""
+"""A frozen weight as a launch takes it: a kernel decodes it to bf16 between load and tensor core (cuda/stored.cuh). On Hopper
+some multiprocessors decode it, expert by expert, into a ring from which the others multiply (cuda/decoders.cuh)."""
 
 from dataclasses import replace
 from math import ceil, prod
@@ -14,13 +14,13 @@ RUN = 32  # numbers of a row that a thread decodes at a time: one scale
 FORMATS = {"mxfp4": 1, "int4": 2, "nf4": 3, "fp8": 4}
 """STORED of a format's kernels (cuda/stored.cuh), by the name that `blazeproto.stored` has for it."""
 
-LINES = 16  # of 64 numbers: what a warp of decoders stores at a time
 RING_BYTES = 60 << 20  # of decoded experts, at most; two experts at least
 MOST_SLOTS = 8
 FEW_ROWS = 64  # of an expert, in the mean: with fewer, kernels without a ring are faster
 FEW_TILES = TileConfig(tile_n=64, stages=2, deferred=False)  # of cuda/ampere/few_rows.cu: by FEW_BLOCK rows
 FEW_BLOCK, FEW_AHEAD, FEW_CTAS = 16, 3, 4  # rows of a tile; loads of a lane under way; CTAs a multiprocessor
-DECODED_ROWS = 100  # an expert's weights take as long to decode as to multiply by so many rows
+DECODED_ROWS = {"mxfp4": 75, "int4": 125, "nf4": 105, "fp8": 105}
+"""A multiprocessor decodes a weight in the time in which it multiplies so many rows by it, by format."""
 
 
 class Storage(NamedTuple):
@@ -45,6 +45,11 @@ class Storage(NamedTuple):
         return ELEMENTS.get(self.format) or ELEMENTS["e4m3"]
 
     @property
+    def lines(self) -> int:
+        """Lines of 64 numbers that a warp of decoders stores at a time."""
+        return 256 // self.element.bits
+
+    @property
     def macros(self) -> dict[str, int | str]:
         """The macros of cuda/stored.cuh."""
         blocks = {"BLOCK_ROWS": self.rows, "BLOCK_COLUMNS": self.columns}
@@ -65,8 +70,8 @@ class Packed(NamedTuple):
 
 
 def slots_for(shape: tuple[int, ...], at: Addresses, *, always: bool = False) -> int:
-    """Slots of the ring for a weight (E, out, in) and the rows of a dispatch; 0 for kernels without a ring: Ampere's, which on Hopper
-    are the faster ones for few rows. always: Hopper's own, whose bits may be others."""
+    """Slots of the ring for a weight (E, out, in) and the rows of a dispatch; 0 for kernels without a ring: Ampere's, which on
+    Hopper are the faster ones for few rows. always: Hopper's own, whose sums of dS are others."""
     if at.arch is AMPERE or (at.num_rows < FEW_ROWS * shape[0] and not always):
         return 0
     return max(2, min(shape[0], MOST_SLOTS, RING_BYTES // (BF16.bytes * prod(shape[1:]))))
@@ -84,9 +89,10 @@ def alone(config: TileConfig, stored: Storage | None) -> TileConfig:
     return replace(config, cluster=1) if stored and stored.slots else config
 
 
-def decoders(num_rows: int, num_experts: int, sms: int) -> int:
-    """Multiprocessors of ``sms`` that decode, so that the others do not wait for them."""
-    return max(1, min(sms // 2, ceil(sms * DECODED_ROWS / (DECODED_ROWS + num_rows / num_experts))))
+def decoders(format: str, rows: float, sms: int) -> int:
+    """Multiprocessors of ``sms`` that decode, so that the others do not wait for them. rows: of an expert, in the mean."""
+    decoding = DECODED_ROWS[format]
+    return max(1, min(sms // 2, ceil(sms * decoding / (decoding + rows))))
 
 
 def packed(weight: Any, slots: int = 0, few: bool = False) -> Packed:

@@ -20,8 +20,9 @@ from transformers.quantizers.auto import (
 )
 
 from blazeproto.runtime.checks import one_of, require
-from blazeproto.stored.module import store
-from blazeproto.stored.mxfp4 import BLOCK, LARGEST_SCALE
+from blazeproto.stored.module import held, store
+from blazeproto.stored.mxfp4 import BLOCK
+from blazeproto.stored.weight import check_scales
 
 NAME = "blazeproto"
 
@@ -29,7 +30,8 @@ NAME = "blazeproto"
 def store_experts(model: Any, storage: str) -> Any:
     """Quantize the experts of a transformers model in place, freeze them, and set the experts implementation "blazeproto".
 
-    One layer after another, expert by expert: beside the model, a layer's weights in ``storage`` and one expert's numbers exist.
+    One weight after another, in slices of an expert's rows. Beyond the model as it was, this weight in ``storage`` and less than
+    one expert's weight in bf16 exist.
     Dettmers et al., QLoRA, arXiv 2305.14314.
 
     Args:
@@ -43,8 +45,12 @@ def store_experts(model: Any, storage: str) -> Any:
     require(bool(found), "model", "one with experts", type(model).__name__)
     for experts in found:
         experts.stored = getattr(experts, "stored", {})
-        up = "gate_up_proj" if experts.has_gate else "up_proj"
-        store(experts, (up, "down_proj"), storage, transposed=experts.is_transposed)
+        store(
+            experts,
+            ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"),
+            storage,
+            transposed=experts.is_transposed,
+        )
     model.set_experts_implementation(NAME)
     model.config.quantization_config = StoredConfig(storage)
     return model
@@ -78,8 +84,8 @@ class StoredQuantizer(Mxfp4HfQuantizer):  # type: ignore[misc]
             parameter.data = parameter.data.unflatten(2, (-1, BLOCK // 2))
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
-        largest = max((int(t.max()) for name, t in model.named_buffers() if name.endswith("proj_scales")), default=0)
-        require(largest <= LARGEST_SCALE, "scales", f"bytes up to {LARGEST_SCALE}, or bf16 overflows", largest)
+        for of, name in ((module, name) for module in model.modules() for name in getattr(module, "stored", ())):
+            check_scales(f"{name}_scales", held(of, name).scales)
 
     def get_weight_conversions(self) -> Any:
         """Blocks take the weight's name. Scales have theirs."""

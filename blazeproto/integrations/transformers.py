@@ -32,11 +32,11 @@ from blazeproto.autograd.checks import FLOAT_DTYPES, why_refused
 from blazeproto.autograd.mlp import dispatched_mlp
 from blazeproto.autograd.operators import autocast_dtype
 from blazeproto.autograd.ranks import check_dispatcher, own_factors
-from blazeproto.gemm.recipe import Recipe, name_of
+from blazeproto.gemm.recipe import Recipe
 from blazeproto.integrations.gates import DEFAULT_GATE, activation_of, full_name, gate_name
 from blazeproto.runtime.checks import require
 from blazeproto.runtime.optional import look, need
-from blazeproto.stored.module import held
+from blazeproto.stored.module import held, hold
 from blazeproto.stored.weight import StoredWeight
 
 if TYPE_CHECKING:
@@ -204,14 +204,17 @@ def _our_path(experts: Any) -> str:
     if why := _why_grouped_mm(experts):
         return f"grouped_mm: {why}"
     up, down, up_bias, down_bias = _weights(experts)
-    precision = name_of(getattr(ALL_EXPERTS_FUNCTIONS.get(NAME), "keywords", {}).get("precision", "bf16"))
-    options = Options(activation=str(activation_of(experts)), precision=precision)
-    if precision != "bf16" and (why := why_refused(up, down, up_bias, down_bias, options)):
+    options = Options(str(activation_of(experts)), **getattr(ALL_EXPERTS_FUNCTIONS.get(NAME), "keywords", {}))
+    if options.precision != "bf16" and (why := why_refused(up, down, up_bias, down_bias, options)):
         return f"refused: {why}"
     dtype = autocast_dtype(down.device.type) or down.dtype
     dispatcher = getattr(experts, "dispatcher", None)
-    backend = what_runs("auto", down.device, dtype, *down.shape, needs=STORED * is_stored(experts))
-    notes = (precision != "bf16", precision), (backend == "hopper", "batch-invariant"), (dispatcher, str(dispatcher))
+    backend = what_runs(options.backend, down.device, dtype, *down.shape, needs=STORED * is_stored(experts))
+    notes = (
+        (options.precision != "bf16", str(options.precision)),
+        (backend == "hopper", "batch-invariant"),
+        (dispatcher, str(dispatcher)),
+    )
     return f"in place ({', '.join([backend, *(note for holds, note in notes if holds)])})"
 
 
@@ -223,6 +226,7 @@ def experts_forward(
     *,
     low_rank: tuple[LowRank | None, LowRank | None] | None = None,
     precision: str | Recipe = "bf16",
+    backend: str = "auto",
 ) -> Tensor:
     """out_t = sum_k S_tk MLP_e(t,k)(x_t), by the weights of an experts module of transformers. MoEBlaze §2.1.
 
@@ -238,6 +242,7 @@ def experts_forward(
         low_rank: factors of the up and the down weight, a (E, r, in) and b (E, out, r),
             in and out in the module's order, E experts of all ranks. For experts that run in place.
         precision: as in `moe_mlp`, for experts that run in place, without factors.
+        backend: as in `moe_mlp`, for experts that run in place.
 
     Returns:
         (T, d) in the dtype of ``hidden_states``.
@@ -259,9 +264,9 @@ def experts_forward(
         "num_experts": getattr(experts, "num_experts", len(down)),
         "up_bias": up_bias,
         "down_bias": down_bias,
-        "options": Options(activation=str(activation_of(experts)), precision="bf16" if low_rank else precision),
-        "up_factors": own_factors(up_factors, down),
-        "down_factors": own_factors(down_factors, down),
+        "options": Options(str(activation_of(experts)), backend=backend, precision="bf16" if low_rank else precision),
+        "up_factors": own_factors(up_factors, experts),
+        "down_factors": own_factors(down_factors, experts),
     }
     tensors = (x, up, down, top_k_weights, top_k_index)
     dispatcher = getattr(experts, "dispatcher", None)
@@ -281,6 +286,7 @@ def expert_parallel(
     of any size, all as often and in the same order. The experts' parameters become DTensors sharded over E, so an optimizer comes
     afterwards; all others stay, and their gradients are of the rank's own batch: the caller, or DDP, reduces them. An expert
     gets the gradient of the sum of the ranks' losses, complete after backward. ``docs/distributed.md`` says what else holds.
+    Stored weights stay plain tensors, of the rank's own experts; adapters are added before.
 
     Args:
         model: a transformers model, or an experts module, on its device; changed, and returned.
@@ -304,43 +310,48 @@ def expert_parallel(
             f'experts that run in place with "{NAME}"',
             f"{name or 'some'}: {path}",
         )
-        plain = not hasattr(experts, "dispatcher") and not is_stored(experts)
-        require(plain, "model", "experts without a dispatcher that are not stored", f"{name or 'some'}: {path}")
+        plain = not hasattr(experts, "dispatcher") and is_stored(experts) <= hasattr(experts, "stored")
+        require(plain, "model", "experts without a dispatcher, not transformers' in fp8", f"{name or 'some'}: {path}")
         mesh, num_experts = mesh_of(mesh_or_group, experts.down_proj.device.type), len(experts.down_proj)
-        ranks = mesh.size(mesh.ndim - 1)
+        ranks, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
         require(
             num_experts % ranks == 0, "model", f"{name or 'experts'} to be a multiple of {ranks} ranks", num_experts
         )
         own = AllToAll(mesh.get_group(mesh.ndim - 1), num_experts) if dispatcher is None else dispatcher
         check_dispatcher(own, Options(), num_experts, num_experts // ranks, _weights(experts)[1].shape[1], mesh)
-        made.append((experts, mesh, own))
+        made.append((experts, mesh, own, slice(rank * num_experts // ranks, (rank + 1) * num_experts // ranks)))
     require(bool(made), "model", "one with experts of transformers", type(model).__name__)
-    for experts, mesh, own in made:
-        keep_own_experts(experts, {name: getattr(experts, name) for name in _names(experts)}, mesh)
-        experts.dispatcher = own
+    for experts, mesh, own, mine in made:
+        stored, names = getattr(experts, "stored", {}), _names(experts)
+        keep_own_experts(experts, {name: getattr(experts, name) for name in names if name not in stored}, mesh)
+        for name in stored:
+            hold(
+                experts, name, held(experts, name)[mine]._map(torch.clone)
+            )  # so that the other experts' memory is free
+        experts.dispatcher, experts.device_mesh = own, mesh
     return model
 
 
-def register(*, precision: str | Recipe = "bf16", storage: str | None = None) -> None:
+def register(*, precision: str | Recipe = "bf16", storage: str | None = None, backend: str = "auto") -> None:
     """Give transformers the experts implementation "blazeproto". Once a process, before a model is made; again is harmless.
 
     Then ``from_pretrained(..., experts_implementation="blazeproto")``, or ``model.set_experts_implementation("blazeproto")``.
     Hugging Face transformers, ``integrations/moe.py``.  precision: of all such experts, see docs/fp8.md; LoRA's have bf16's.
     storage: "mxfp4" loads gpt-oss's MXFP4 checkpoints as their bytes lie (docs/stored.md); None leaves them to transformers.
+    backend: of experts that run in place, as in `moe_mlp`.
 
     Raises:
         ImportError: transformers is missing, not of a version 5 from 5.17 on, or without what this uses of it.
-        ValueError: no such precision or storage.
+        ValueError: no such precision, storage or backend.
     """
     need("transformers")
     look("transformers", _USES)
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    ALL_EXPERTS_FUNCTIONS.register(
-        NAME, experts_forward if name_of(precision) == "bf16" else partial(experts_forward, precision="fp8")
-    )
-    ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    options = Options(backend=backend, precision=precision)
+    for functions, name in ((ALL_EXPERTS_FUNCTIONS, options.precision), (ALL_FP8_EXPERTS_FUNCTIONS, "bf16")):
+        functions.register(NAME, partial(experts_forward, precision=name, backend=options.backend))
     from blazeproto.integrations.stored import load_stored
 
     load_stored(storage)

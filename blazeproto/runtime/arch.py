@@ -71,8 +71,6 @@ AMPERE = Arch(
 ARCHES = {arch.name: arch for arch in (HOPPER, AMPERE)}
 """By name, the fastest first: a GPU runs the first that has its compute capability."""
 WANTED = AMPERE.wanted
-UNTRIED = frozenset({"stored weights"})
-"""Extras whose kernels no GPU has run yet: a backend asked for by name takes them, "auto" does not."""
 
 
 def arch_of(capability: Sequence[int] | None, needs: Sequence[str] = ()) -> Arch | None:
@@ -89,8 +87,6 @@ def missing(
     """The reason why no kernel runs on a GPU of this compute capability (None: no GPU), or None if kernels run.
     gpu: what the answer calls it.  name: of an architecture, or "auto" for any.  needs: as for `arch_of`."""
     able = [arch for arch in ARCHES.values() if name in ("auto", arch.name) and {*needs} <= {*arch.extras}]
-    if able and name == "auto" and (untried := UNTRIED & {*needs}):
-        return f"kernels that have run on a GPU for {', '.join(untried)}, or backend={able[0].name!r}"
     if not able:
         return (
             f"kernels that {'every backend' if name == 'auto' else f'the backend {name!r}'} lacks: {', '.join(needs)}"

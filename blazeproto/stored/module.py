@@ -15,30 +15,30 @@ import torch
 from torch import nn
 
 from blazeproto.runtime.checks import instance, one_of, require
-from blazeproto.stored.weight import FORMATS, StoredWeight, check_block, quantize
+from blazeproto.stored.weight import FORMATS, StoredWeight, check_block, check_scales, quantize
 
 
 def store(module: Any, names: Sequence[str], storage: str, *, transposed: bool = False) -> None:
-    """Quantize a module's weights (E, out, in) of these names in place, one expert at a time; on meta their shapes alone.
+    """Quantize a module's weights (E, out, in) of these names in place, one after another; on meta their shapes alone.
     transposed: they lie as (E, in, out).
 
     Raises:
-        TypeError, ValueError: a weight or the format does not fit, and the module is as it was.
+        TypeError, ValueError: a weight or the format does not fit. The module is as it was, unless a later weight's numbers are
+            not finite.
     """
     one_of("storage", storage, tuple(FORMATS))
     require(not module.stored, "storage", "weights that are not stored", f"stored ones: {', '.join(module.stored)}")
-    weights, made = [getattr(module, name).mT if transposed else getattr(module, name) for name in names], {}
-    rows, columns = FORMATS[storage].block
-    for name, weight in zip(names, weights, strict=True):
-        check_block("block", (rows, columns), weight.shape, storage)
+    (rows, columns), axes = FORMATS[storage].block, (1, 2 if transposed else 1)
+    for name in names:
+        check_block("block", (rows, columns), getattr(module, name).transpose(*axes).shape, storage)
+    for name in names:
+        weight = getattr(module, name).transpose(*axes)
         one = quantize(torch.zeros(1, rows, columns, device="cpu") if weight.is_meta else weight, storage)
         new = (
             t.to("meta").repeat(len(weight), weight.shape[1] // rows, weight.shape[2] // columns)
             for t in one.tensors[:2]
         )
-        made[name] = StoredWeight(one.how, next(new), next(new)) if weight.is_meta else one
-    for name, stored in made.items():
-        hold(module, name, stored)
+        hold(module, name, StoredWeight(one.how, next(new), next(new)) if weight.is_meta else one)
 
 
 def hold(module: Any, name: str, weight: StoredWeight) -> None:
@@ -65,8 +65,11 @@ def held(module: Any, name: str) -> Any:
 
 
 def _check_state(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Others than bytes would be cast to bytes."""
-    for weight, (how, _) in module.stored.items():
-        for name in (weight, f"{weight}_{FORMATS[how.split()[0]].scales}"):
-            dtype = getattr(state.get(prefix + name), "dtype", torch.uint8)
-            require(dtype == torch.uint8, prefix + name, f"bytes of {how!r}, as the layer stores it", dtype)
+    """Bytes alone, or they would be cast to bytes; values and their scales, or neither; and scales that may be."""
+    for weight, (how, dtype) in module.stored.items():
+        names = prefix + weight, f"{prefix}{weight}_{FORMATS[how.split()[0]].scales}"
+        for name in names:
+            got = getattr(state.get(name), "dtype", None if {*names} & state.keys() else torch.uint8)
+            require(got == torch.uint8, name, f"bytes of {how!r}, as the layer stores it", got)
+        if names[1] in state and not state[names[1]].is_meta:
+            check_scales(names[1], state[names[1]].view(dtype))

@@ -14,6 +14,7 @@ from blazeproto.stored.weight import (
     FORMATS,
     Format,
     StoredWeight,
+    check_scales,
     check_tensor,
     largest_of,
     of_nibbles,
@@ -24,7 +25,6 @@ BLOCK = 32
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 NUMBERS = (*MAGNITUDES, *(-number for number in MAGNITUDES))
 BYTES, SCALES = (torch.uint8, torch.int8), (torch.uint8, torch.float8_e8m0fnu)
-LARGEST_SCALE = 252  # the byte: with 253 the number 4 overflows bf16
 
 
 def mxfp4(blocks: Tensor, scales: Tensor) -> StoredWeight:
@@ -47,9 +47,7 @@ def mxfp4(blocks: Tensor, scales: Tensor) -> StoredWeight:
     scales = check_tensor("scales", scales, SCALES, values).view(torch.uint8)
     shape = experts, out, packed * 2 // BLOCK
     require(scales.shape == shape, "scales", f"shape (E, out, in / 32) = {shape}", tuple(scales.shape))
-    largest = int(scales.max())
-    require(largest <= LARGEST_SCALE, "scales", f"bytes up to {LARGEST_SCALE}, or bf16 overflows", largest)
-    return StoredWeight(f"mxfp4 1 {BLOCK}", values, scales.view(torch.float8_e8m0fnu))
+    return StoredWeight(f"mxfp4 1 {BLOCK}", values, check_scales("scales", scales.view(torch.float8_e8m0fnu)))
 
 
 def _quantize(numbers: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -58,7 +56,7 @@ def _quantize(numbers: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     exponent = (largest.frexp().exponent - 3).clamp_min(-127)
     magnitudes = torch.ldexp(by_block.abs(), -exponent).view_as(numbers)
     between = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=numbers.device)
-    codes = torch.bucketize(magnitudes, between)  # of two as near, the lower
+    codes = torch.bucketize(magnitudes, between, out_int32=True)  # of two as near, the lower
     codes += (codes % 2 == 1) & (magnitudes == between[codes.clamp_max(6)])
     scales = (exponent.squeeze((1, 3)) + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
     return to_nibbles(codes + 8 * numbers.signbit()), scales

@@ -146,7 +146,8 @@ def logical_shape(format: str, values: Any) -> torch.Size:
 
 
 def quantize(weight: Tensor, format: str, block: tuple[int, int] | None = None) -> StoredWeight:
-    """Quantize a weight expert by expert, with copies of one expert beside the result.
+    """Quantize a weight in 16 slices of each expert's rows. Beside the result it holds less than one expert's weight in bf16, if
+    out has 16 blocks' rows.
 
     weight: (E, out, in) of any floating dtype.  format: a name of `blazeproto.stored.FORMATS`.
     block: the rows and columns that share a scale; default: the format's.
@@ -161,15 +162,16 @@ def quantize(weight: Tensor, format: str, block: tuple[int, int] | None = None) 
         weight.dim() == 3 and 0 not in weight.shape, "weight", "shape (E, out, in), none of them 0", tuple(weight.shape)
     )
     check_block("block", block, weight.shape, format)
-    places: list[Tensor] = []
-    for expert, one in enumerate(weight.detach()):
-        finite = bool(one.bfloat16().isfinite().all())
-        require(finite, "weight", "numbers that are finite in bf16", f"NaN, Inf or larger ones in expert {expert}")
-        made = FORMATS[format].quantize(one.float().contiguous(), block)
-        places = places or [t.new_empty(len(weight), *t.shape) for t in made]
+    (experts, out, _), row, places = weight.shape, 0, list[Tensor]()
+    for part in (part for one in weight.detach() for part in one.split(max(1, out // (16 * block[0])) * block[0])):
+        finite = bool(part.bfloat16().isfinite().all())
+        require(finite, "weight", "finite numbers in bf16", f"NaN, Inf or larger in expert {row // out}")
+        made = FORMATS[format].quantize(part.float().contiguous(), block)
+        places = places or [t.new_empty(experts * out * len(t) // len(part), *t.shape[1:]) for t in made]
         for place, t in zip(places, made, strict=True):
-            place[expert] = t
-    return StoredWeight(f"{format} {block[0]} {block[1]}", *places)
+            place[row * len(t) // len(part) :][: len(t)] = t
+        row += len(part)
+    return StoredWeight(f"{format} {block[0]} {block[1]}", *(place.unflatten(0, (experts, -1)) for place in places))
 
 
 # ---- what the formats share --------------------------------------------------------------------------------------
@@ -226,7 +228,7 @@ def check_block(name: str, block: Any, shape: Any, format: str) -> None:
 
 
 def check_scales(name: str, scales: Tensor) -> Tensor:
-    """The scales. ValueError for one that is NaN, Inf or negative."""
-    wide = scales.float()
-    require(bool((wide.isfinite() & (wide >= 0)).all()), name, "finite scales of at least 0", "NaN, Inf or less")
+    """The scales. ValueError for one that is NaN, Inf or negative, or in e8m0 above 2^125: then 4 times it overflows bf16."""
+    wide, most = scales.float(), 2.0**125 if scales.dtype == torch.float8_e8m0fnu else torch.finfo(torch.float32).max
+    require(bool(((wide >= 0) & (wide <= most)).all()), name, f"scales from 0 to {most:g}", "NaN, Inf, less or more")
     return scales

@@ -91,7 +91,8 @@ def extended(table: dict[str, Any], old: Side, new: Side) -> dict[str, Any]:
         if found := [each for each in new if new[each]["code"] == kernel["code"] and name not in new]:
             alike = [each for each in found if new[each]["described"] == kernel["described"]]
             equal[name] = today = (alike or found)[0]
-            described |= {} if alike else {today: new[today]["described"]}
+            now = new[today]["described"]
+            described |= {} if str(now) == str(kernel["described"]) else {today: now}  # the order of macros counts
     kernels = {name: equal.get(today, today) for name, today in table["kernels"].items()} | equal
     described |= {name: each for name, each in table["descriptions"].items() if name in kernels.values()}
     return table | {"kernels": dict(sorted(kernels.items())), "descriptions": dict(sorted(described.items()))}

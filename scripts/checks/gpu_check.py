@@ -86,6 +86,7 @@ STEPS = {
         gpus=2,
     ),
     "lora": Step("python -m scripts.bench.lora --quick", 3, "python -m scripts.bench.lora", 4),
+    "stored": Step("python -m scripts.bench.stored", 6),
     "products": Step(
         "python -m scripts.bench.products --quick", 2, "python -m scripts.bench.products --time-budget 75", 1.8
     ),

@@ -23,7 +23,7 @@ from blazeproto.gemm.rows import address
 from blazeproto.gemm.stored import Packed
 from blazeproto.gemm.tiles import OF_AMPERE
 from blazeproto.runtime.arch import AMPERE, HOPPER
-from blazeproto.stored.weight import put_together
+from blazeproto.stored.weight import StoredWeight
 from tests.autograd import test_grouped as grouped
 from tests.autograd.cases import WEIGHTS, assert_same_bits
 from tests.autograd.test_against_reference import ROUTINGS
@@ -36,7 +36,7 @@ def as_numpy(value):
         return replace(value, **{name: as_numpy(t) for name, t in value.arrays.items()})
     if isinstance(value, Packed):
         how = f"{value.storage.format} {value.storage.rows} {value.storage.columns}"
-        return put_together(how, *value[:3]).decode(dtype=torch.float64).numpy()
+        return StoredWeight(how, *value[:3]).decode(dtype=torch.float64).numpy()
     if isinstance(value, tuple):
         return tuple(map(as_numpy, value))
     return value.detach().numpy() if isinstance(value, Tensor) else value
@@ -145,7 +145,7 @@ def test_stored_weights_are_given_to_products_as_they_lie(watch, format, workspa
     case, plain = stored_case(format, bias=True, sentinels=True, dtype=torch.float64)
     near(case.run(workspace_bytes=workspace_bytes), plain.reference())
     assert {case.gate_up_proj.values.data_ptr(), case.down_proj.values.data_ptr()} <= seen
-    refuses(lambda: case.forward(down_proj=replace(case.down_proj, block=(1, 48))), "weight")
+    refuses(lambda: case.forward(down_proj=replace(case.down_proj, how=f"{format} 1 48")), "weight")
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "alternating(swiglu)", "relu2"])

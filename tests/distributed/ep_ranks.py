@@ -24,6 +24,7 @@ from blazeproto.autograd import LowRank, Options
 from blazeproto.autograd.mlp import dispatched_mlp
 from blazeproto.distributed import AllToAll, Symmetric, check_overflow, clip_grad_norm_, expert_parallel
 from blazeproto.router.router import Routing
+from blazeproto.stored import quantize
 from tests.refusals import refuses
 
 D, N, E = 16, 8, 8
@@ -349,14 +350,14 @@ def refusals(rank: int, folder: Path) -> None:
     refuses(lambda: expert_parallel(layer, mesh), "moe")
 
 
-def factors(rank: int, folder: Path) -> None:
+def factors(rank: int, folder: Path, store: Callable[[Tensor], Any] = Tensor.detach) -> None:
     """Low-rank factors of a rank's experts, by both dispatchers, as one rank computes them."""
     generator = torch.Generator().manual_seed(11)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64, generator=generator)
 
-    up, down = drawn(E, 2 * N, D), drawn(E, D, N)
+    up, down = store(drawn(E, 2 * N, D)), store(drawn(E, D, N))
     pairs = [(drawn(E, 3, D), drawn(E, 2 * N, 3)), (drawn(E, 5, N), drawn(E, D, 5))]
     here = slice(rank * E // RANKS, (rank + 1) * E // RANKS)
 
@@ -382,6 +383,11 @@ def factors(rank: int, folder: Path) -> None:
         assert_near("x", gradients[-1], alone[rank][1][-1])
         for index, got in enumerate(gradients[:-1]):
             assert_near(f"factor {index}", got, sum(each[1][index] for each in alone)[here])
+
+
+def stored_experts(rank: int, folder: Path) -> None:
+    """Beside weights in int4, of which a rank holds its experts'."""
+    factors(rank, folder, lambda weight: quantize(weight, "int4", (1, 8)))
 
 
 def overflow_of_one_rank(rank: int, folder: Path) -> None:
@@ -503,6 +509,7 @@ CASES = (
     two_dispatchers,
     a_row_goes_once_to_a_rank,
     factors,
+    stored_experts,
     overflow_of_one_rank,
     overflow_of_one_copy,
     a_checkpoint_counts_once,

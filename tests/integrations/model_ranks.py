@@ -6,6 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
@@ -15,7 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from blazeproto.autograd import Dispatcher
 from blazeproto.distributed import Symmetric
 from blazeproto.integrations import peft
+from blazeproto.integrations.stored import store_experts
 from blazeproto.integrations.transformers import expert_parallel, explain, register
+from scripts import finetune_stored
 from tests.integrations.families import close, tiny
 from tests.refusals import refuses
 
@@ -95,6 +98,24 @@ def adapted(model: Any) -> None:
                 parameter.normal_(0, 0.2, generator=generator)
 
 
+def stored_experts(rank: int) -> None:
+    """Adapters beside experts in MXFP4, near to one process's in bf16. A rank holds its experts' bytes."""
+    models = [model_of("gpt_oss").bfloat16() for _ in range(2)]
+    for model in models:
+        adapted(store_experts(model, "mxfp4"))
+    alone, model = models
+    held = sum(t.nbytes for t in model.state_dict().values() if t.dtype == torch.uint8)
+    expert_parallel(model, dist.group.WORLD)
+    assert 2 * sum(t.nbytes for t in model.state_dict().values() if t.dtype == torch.uint8) == held
+    wanted = [step(alone, each) for each in range(RANKS)][rank]
+    assert abs(float(step(model, rank) / wanted) - 1) < 0.01
+    for (name, got), right in zip(model.named_parameters(), alone.parameters(), strict=True):
+        if "lora_" in name:
+            assert right.grad is not None and right.grad.any()
+            assert (whole(got.grad) - right.grad).norm() < 0.03 * right.grad.norm(), name
+    refuses(lambda: expert_parallel(model, dist.group.WORLD), "model")
+
+
 def bits_in_bf16(rank: int) -> None:
     """Under autocast and with bf16 weights and scores: the same bits again, and near to one process's."""
     for cast in (False, True):
@@ -129,6 +150,11 @@ def run_rank(rank: int, folder: Path) -> None:
     symmetric = Symmetric(group, 4, d_model=32, max_tokens=32, max_pairs=128)
     trains_as_one_process("qwen3_moe", rank, group, adapted, symmetric)
     bits_in_bf16(rank)
+    stored_experts(rank)
+    given = ["--random=tiny", "--device=cpu", "--tokens=24", "--steps=3", "--lr=0.01", f"--json={folder / 'row.json'}"]
+    finetune_stored.main(given)
+    with pytest.raises(SystemExit):
+        finetune_stored.main([*given, f"--export={folder}"])
     experts = model_of("mixtral").model.layers[0].mlp.experts
     expert_parallel(experts, group)
     refuses(lambda: expert_parallel(experts, group), "model")

@@ -1,7 +1,9 @@
 """Stored experts in transformers' models: MXFP4 checkpoints, `store_experts`, peft's adapters, saving and reloading."""
 
 import copy
+import itertools
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ transformers = pytest.importorskip("transformers", reason="needs transformers 5.
 peft = pytest.importorskip("peft", reason="needs peft 0.20 or later")
 
 from transformers.integrations import finegrained_fp8 as fp8  # noqa: E402
+from transformers.quantizers import auto  # noqa: E402
 
 from blazeproto import stored  # noqa: E402
 from blazeproto.integrations import peft as on_peft  # noqa: E402
@@ -109,19 +112,32 @@ def test_a_checkpoint_in_mxfp4_is_loaded_as_its_bytes_lie(checkpoint: Path, tmp_
 
 
 def test_no_half_of_a_layers_weights_is_allocated(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In loading, forward and backward, beside the mapped file. While experts are stored: their bytes, and nine times the bf16
-    numbers of one expert's weight."""
+    """In loading, forward and backward, beside the mapped file."""
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # another thread's allocations are not seen
     with torch.profiler.profile(profile_memory=True) as profile:
         gradients(model := loaded(checkpoint))
     weights = [held(experts, name) for experts in experts_of(model).values() for name in experts.stored]
     in_bf16 = 2 * sum(weight.shape.numel() for weight in weights[:2])
     assert max(event.self_cpu_memory_usage for event in profile.events() if event.name[0] != "[") < in_bf16 / 2
-    plain = model_of("gpt_oss")
+
+
+@pytest.mark.parametrize("storage", ["mxfp4", "nf4"])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_one_weight_at_a_time_is_stored(family: str, storage: str) -> None:
+    """Beyond the model as it was: one weight's bytes, and less than one expert's numbers in bf16. Each bf16 weight is freed."""
+    model = model_of(family)
+    experts = [*experts_of(model).values()]
+    sizes = [getattr(each, name).nbytes for each in experts for name in PARTS]
     with Allocated() as allocated:
-        store_experts(plain, "nf4")
-    packed = sum(t.nbytes for t in plain.state_dict().values() if t.dtype == torch.uint8)
-    assert allocated.peak < packed + 9 * 2 * weights[0].shape[1:].numel()
+        for each, name in itertools.product(experts, PARTS):
+            weight = getattr(each, name)
+            weakref.finalize(weight.untyped_storage(), allocated.free, weight.nbytes)
+        del weight
+        store_experts(model, storage)
+    first = held(experts[0], "gate_up_proj")
+    assert first.nbytes < allocated.peak < first.nbytes + 2 * first.shape[1:].numel()
+    stored_bytes = sum(held(each, name).nbytes for each, name in itertools.product(experts, PARTS))
+    assert allocated.now == stored_bytes - sum(sizes)
 
 
 def test_scales_that_overflow_and_checkpoints_without_blocks_are_refused(checkpoint: Path, tmp_path: Path) -> None:
@@ -131,7 +147,7 @@ def test_scales_that_overflow_and_checkpoints_without_blocks_are_refused(checkpo
     state = load_file(checkpoint / "model.safetensors")
     state["model.layers.1.mlp.experts.down_proj_scales"][0, 0, 0] = 253
     save_file(state, checkpoint / "model.safetensors", metadata={"format": "pt"})
-    assert refuses(lambda: loaded(checkpoint), "scales").got == "253"
+    refuses(lambda: loaded(checkpoint), "down_proj_scales")
 
 
 @pytest.mark.parametrize("storage", ["nf4", "mxfp4"])
@@ -177,7 +193,7 @@ def test_refused_models_stay_as_they_were() -> None:
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
     store_experts(model, "nf4")
     refuses(lambda: store_experts(model, "nf4"), "storage")
-    refuses(lambda: expert_parallel(model, object()), "model")  # type: ignore[arg-type]
+    refuses(lambda: expert_parallel(model, object()), "mesh_or_group", TypeError)  # type: ignore[arg-type]
     experts_of(model)["model.layers.0.mlp.experts"].act_fn.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="has stored experts; expected stored experts in a module that runs in place"):
         model(tokens())
@@ -225,23 +241,38 @@ def test_adapters_beside_stored_experts_train_as_beside_their_numbers(family: st
     refuses(lambda: beside(tokens()), "adapters")
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "deepseek_v3"])
 def test_the_script_trains_a_checkpoint_and_exports_it_merged(
-    family: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    family: str,
+    quantized: bool,
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """gpt-oss in MXFP4, and bf16 to NF4. transformers alone loads the merged one, whose W + BA is rounded to bf16."""
+    """gpt-oss in MXFP4, and bf16 to NF4. transformers alone loads the merged one, whose W + BA is rounded to bf16, or quantized
+    to MXFP4 or e4m3 blocks: its logits are those of W + BA in bf16, but for the printed error."""
+    families.SMALL.update(hidden_size=128, moe_intermediate_size=128)  # the fixture's copy
     if family != "gpt_oss":
         model_of(family).save_pretrained(checkpoint)
-    given = ["--steps=4", "--tokens=24", "--lr=0.01", "--device=cpu"]
+    given = ["--steps=4", "--tokens=24", "--lr=0.01", "--device=cpu"] + quantized * ["--quantized"]
     finetune_stored.main([str(checkpoint), *given, f"--adapters={tmp_path / 'a'}", f"--export={tmp_path / 'merged'}"])
-    losses = [float(line.split()[3].rstrip(",")) for line in capsys.readouterr().out.splitlines() if "loss" in line]
+    printed = capsys.readouterr().out
+    losses = [float(line.split()[3].rstrip(",")) for line in printed.splitlines() if "loss" in line]
     assert len(losses) == 4 and losses[-1] < 0.95 * losses[0]
     base = loaded(checkpoint) if family == "gpt_oss" else store_experts(loaded(checkpoint), "nf4")
     before = base(tokens()).logits
-    wanted = peft.PeftModel.from_pretrained(base, tmp_path / "a")(tokens()).logits
+    beside = peft.PeftModel.from_pretrained(base, tmp_path / "a")
+    wanted = beside(tokens()).logits
+    as_it_lies = loaded(tmp_path / "merged", experts_implementation="blazeproto")(tokens()).logits
+    monkeypatch.setitem(auto.AUTO_QUANTIZER_MAPPING, "mxfp4", auto.Mxfp4HfQuantizer)
     plain = loaded(tmp_path / "merged", experts_implementation="eager")
-    assert {p.dtype for p in plain.parameters()} == {torch.bfloat16} and not hasattr(
-        plain.config, "quantization_config"
-    )
-    off, change = (float((t - wanted).float().norm()) for t in (plain(tokens()).logits, before))
-    assert off < 0.05 * change
+    assert {p.dtype for p in plain.parameters()} <= {torch.bfloat16, torch.float32}
+    assert ("quantization_config" in json.loads((tmp_path / "merged" / "config.json").read_text())) == quantized
+    off, change = ((t - wanted).detach().float().norm(dim=-1).median() for t in (plain(tokens()).logits, before))
+    errors = [float(line.split()[-1]) for line in printed.splitlines() if "RMS" in line]
+    assert len(errors) == (2 + (family != "gpt_oss")) * quantized
+    assert off < (0.3 if quantized else 0.05) * change and all(0.01 < error < 0.15 for error in errors)
+    plain.set_experts_implementation("blazeproto")
+    assert torch.equal(plain(tokens()).logits, as_it_lies)

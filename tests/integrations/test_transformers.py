@@ -337,9 +337,9 @@ def test_the_pages_plugins_register(monkeypatch: pytest.MonkeyPatch) -> None:
     exec(plugin, scope)
     assert "blazeproto" not in functions
     scope["Blazeproto"]().pre_model_load(None)
-    assert functions.pop("blazeproto") is ours.experts_forward
+    assert functions.pop("blazeproto").func is ours.experts_forward
     exec(file, {})
-    assert functions["blazeproto"] is ours.experts_forward
+    assert functions["blazeproto"].func is ours.experts_forward
 
 
 # --- What a model does besides --------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """`expert_parallel` of transformers' models on two gloo ranks (model_ranks.py), and what it refuses."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from tests.refusals import refuses
 @pytest.mark.skipif(not is_newest(), reason="an earlier version lacks some of these families")
 def test_two_ranks(tmp_path: Path) -> None:
     mp.start_processes(run_rank, args=(tmp_path,), nprocs=RANKS, start_method="spawn")
+    row = json.loads((tmp_path / "row.json").read_text())
+    assert row["last_loss"] < 0.95 * row["first_loss"]
 
 
 def test_refusals(group: dist.ProcessGroup) -> None:

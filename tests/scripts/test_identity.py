@@ -13,6 +13,7 @@ import pytest
 
 from blazeproto import gemm
 from blazeproto.dispatch import limit, tiled
+from blazeproto.distributed import peer_memory
 from blazeproto.gemm import Sizes
 from blazeproto.gemm.compile import CUDA_SOURCES, Kernel
 from blazeproto.gemm.product import PACKAGE, Variant
@@ -113,7 +114,8 @@ def kernels_of_numba() -> list[NumbaKernel]:
 
 
 def test_a_kernel_is_made_again_from_its_description() -> None:
-    for kernel in (*kernels_of_numba(), gemm.kernel_for("down_forward", low_rank=1)):
+    of_nvrtc = gemm.kernel_for("down_forward", low_rank=1), peer_memory.kernel("send")
+    for kernel in (*kernels_of_numba(), *of_nvrtc):
         described = json.loads(json.dumps(identity.described(kernel)))
         assert identity.identity(identity.made_again(described)) == identity.identity(kernel)
     first, second = kernels_of_numba()[:2]
@@ -248,6 +250,9 @@ def test_a_kernel_of_equal_code_is_todays_under_any_name(monkeypatch: pytest.Mon
     new = {name: {"code": "1", "described": described}}
     table = equal_kernels.extended({"kernels": {"c" * 16: "a" * 16}, "descriptions": {}}, old, new)
     assert table == {"kernels": {"a" * 16: name, "c" * 16: name}, "descriptions": {name: described}}
+    turned = described | {"defines": dict(reversed(described["defines"].items()))}
+    old["a" * 16]["described"] = turned  # equal as a dict, and of another identity
+    assert equal_kernels.extended({"kernels": {"c" * 16: "a" * 16}, "descriptions": {}}, old, new) == table
     monkeypatch.setattr(identity, "equal", lambda: table)
     for earlier in ("a" * 16, "b" * 16):
         monkeypatch.setitem(identity.KERNELS, earlier, gone)

@@ -12,9 +12,10 @@
 #include "mainloop.cuh"
 #include "stored.cuh"
 
-constexpr int DECODER_REGISTERS = 96;  // of 128 at least, which a thread starts with
-constexpr int RUNS_AHEAD = 4;          // that a thread has under way
-constexpr int WARP_SLAB = 32 * RUN * int(sizeof(bf16));  // what a warp's runs are decoded to: 16 swizzled rows
+constexpr int DECODER_REGISTERS = 112;  // of 128 at least, which a thread starts with
+constexpr int RUNS = 16 / BITS;         // that a thread decodes at a time
+constexpr int WARP_RUNS = 32 * RUNS;   // what a warp does, one after the other in memory
+constexpr int WARP_SLAB = WARP_RUNS * RUN * int(sizeof(bf16));  // what these are decoded to, swizzled rows of two runs
 
 // Spins until `counter`, of progress, is `value`.
 DEVICE void wait_for(const uint32_t* counter, uint32_t value) {
@@ -22,10 +23,14 @@ DEVICE void wait_for(const uint32_t* counter, uint32_t value) {
     }
 }
 
-// The tile, with its expert's slot in the place of its expert. By the thread that loads the weights, which are there then.
-DEVICE RowTile in_slot(const RowsParams& p, RowTile tile) {
-    wait_for(p.progress + tile.expert, p.decoders);
-    fence_proxy_async();  // TMA wrote them, on another multiprocessor
+// By the thread that loads a tile's weights, which are there then. known: the expert of the tile before. Returns the tile with its
+// expert's slot in the place of its expert.
+DEVICE RowTile in_slot(const RowsParams& p, RowTile tile, int& known) {
+    if (tile.expert != known) {
+        wait_for(p.progress + tile.expert, p.decoders);
+        fence_proxy_async();  // TMA wrote them, on another multiprocessor
+        known = tile.expert;
+    }
     tile.expert %= p.slots;
     return tile;
 }
@@ -34,39 +39,42 @@ DEVICE RowTile in_slot(const RowsParams& p, RowTile tile) {
 DEVICE void tell_read(const RowsParams& p, const RowTile& tile) { add_release_gpu(p.progress + p.experts + tile.expert, 1); }
 
 // By all threads of a decoder. tile_columns: columns of a tile.
+//
+// A fence waits for loads too, so a warp loads, decodes, fences and stores much at a time, and other warps have the multiprocessor
+// meanwhile.
 DEVICE void decode_weights(const RowsParams& p, int tile_columns) {
     setmaxnreg_dec<DECODER_REGISTERS>();
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, stride = p.decoders * THREADS;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = THREADS / 32;
     const int runs_in_row = p.slot_columns / RUN, runs = p.slot_rows * runs_in_row;
+    const uint32_t reciprocal = ~0u / runs_in_row + 1;  // run / runs_in_row = run * reciprocal >> 32, below 2^32 / runs_in_row
     const int first_row = B_MN ? 0 : int(p.first_column), first_number = B_MN ? int(p.first_column) : 0;
-    const int column_blocks = (p.columns + tile_columns - 1) / tile_columns, begin = blockIdx.x * THREADS + warp * 32;
+    const int column_blocks = (p.columns + tile_columns - 1) / tile_columns;
+    const uint32_t slab = shared_at(warp * WARP_SLAB);
     const auto rows_of = [&](int expert) { return p.offsets[expert + 1] - p.offsets[expert]; };
     for (int expert = 0; expert < p.experts; ++expert) {
         const int before = expert - p.slots;  // the last that the slot had
         if (before >= 0 && threadIdx.x == 0) wait_for(p.progress + p.experts + before, (rows_of(before) + BM - 1) / BM * column_blocks);
         __syncthreads();
         if (rows_of(expert) == 0) continue;
-        const auto load = [&](Packed& packed, int run) {
-            packed.load(p, expert, first_row + run / runs_in_row, first_number + run % runs_in_row * RUN, run < runs);
-        };
-        Packed ahead[RUNS_AHEAD];
+        const Expert from(p, expert);
+        for (int first = (int(blockIdx.x) * warps + warp) * WARP_RUNS; first < runs; first += p.decoders * warps * WARP_RUNS) {
+            Packed packed[RUNS];
+            int rows[RUNS];
 #pragma unroll
-        for (int i = 0; i < RUNS_AHEAD; ++i) load(ahead[i], begin + i * stride + lane);
-        for (int first = begin; first < runs; first += RUNS_AHEAD * stride) {
+            for (int i = 0; i < RUNS; ++i) {
+                const int run = first + 32 * i + lane, row = runs_in_row == 1 ? run : int(__umulhi(run, reciprocal));
+                rows[i] = first_row + row;
+                packed[i].load(p, from, rows[i], first_number + (run - row * runs_in_row) * RUN, run < runs);
+            }
+            if (lane == 0) bulk_wait_group_read<0>();
+            __syncwarp();
 #pragma unroll
-            for (int i = 0; i < RUNS_AHEAD; ++i) {
-                const int own = first + i * stride;  // the warp's first run
-                const uint32_t slab = shared_at((warp * RUNS_AHEAD + i) * WARP_SLAB);
-                if (lane == 0) bulk_wait_group_read<RUNS_AHEAD - 1>();
-                __syncwarp();
-                ahead[i].store(slab, lane / 2, lane % 2 * (RUN / CHUNK), first_row + (own + lane) / runs_in_row);
-                load(ahead[i], own + RUNS_AHEAD * stride + lane);
-                fence_proxy_async();
-                __syncwarp();
-                if (lane == 0) {
-                    if (own < runs) tma_store_3d(&p.decoded, slab, 0, own / 2, expert % p.slots);
-                    bulk_commit_group();
-                }
+            for (int i = 0; i < RUNS; ++i) packed[i].store<true>(slab, 16 * i + lane / 2, lane % 2 * (RUN / CHUNK), rows[i]);
+            fence_proxy_async();
+            __syncwarp();
+            if (lane == 0) {
+                tma_store_3d(&p.decoded, slab, 0, first / 2, expert % p.slots);
+                bulk_commit_group();
             }
         }
         if (lane == 0) bulk_wait_group<0>();

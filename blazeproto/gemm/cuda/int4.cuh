@@ -5,9 +5,9 @@
 struct Decoder : Codebook<false, false> {
     // zero: a code; 8 without zero points.
     DEVICE Decoder(float scale, int zero) {
-        float numbers[16];
+        float numbers[16], less = HAS_ZEROS ? float(zero) : 8.0f;
 #pragma unroll
-        for (int code = 0; code < 16; ++code) numbers[code] = float(code - (HAS_ZEROS ? zero : 8)) * scale;
+        for (int code = 0; code < 16; ++code) numbers[code] = (code - less) * scale;
         set(numbers);
     }
 };

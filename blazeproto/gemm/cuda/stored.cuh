@@ -28,33 +28,48 @@ static_assert(BLOCK_COLUMNS % RUN == 0, "a run has one scale");
 
 constexpr int BLOCK_BYTES = BLOCK_ROWS * BLOCK_COLUMNS * BITS / 8;  // of numbers that share a scale
 
+// Where an expert's numbers, scales and zero points begin.
+struct Expert {
+    const uint8_t *values, *scales;
+    const int* zeros;
+
+    DEVICE Expert(const RowsParams& p, int expert) {
+        const int64_t start = int64_t(expert) * p.blocks_in_expert;
+        values = p.values + start * BLOCK_BYTES;
+        scales = p.scales + start * SCALE_BYTES;
+        zeros = p.zeros + (HAS_ZEROS ? start / 8 : 0);
+    }
+};
+
 // A run, from its load on until it is decoded.
 struct Packed {
     uint32_t words[RUN * BITS / 32];
     uint32_t scale, zeros;  // as they lie in memory; zeros: those of 8 rows
     bool wanted;
 
-    // `row` and `number`: of an expert's matrix.  A run that is not wanted becomes zeros; what is loaded then is the first one.
-    DEVICE void load(const RowsParams& p, int expert, int row, int number, bool is_wanted) {
+    // `row` and `number`: of the expert's matrix.  A run that is not wanted becomes zeros; what is loaded then is the first one.
+    DEVICE void load(const RowsParams& p, const Expert& of, int row, int number, bool is_wanted) {
         wanted = is_wanted;
-        const int64_t start = int64_t(expert) * p.blocks_in_expert, row_bytes = int64_t(p.blocks_in_row) * BLOCK_COLUMNS * BITS / 8;
-        const int block = number / BLOCK_COLUMNS, scale_at = row / BLOCK_ROWS * p.blocks_in_row + block;
-        const uint8_t* const from = p.values + (wanted ? start * BLOCK_BYTES + row * row_bytes + number * BITS / 8 : 0);
+        const int block = number / BLOCK_COLUMNS, scale_at = wanted ? row / BLOCK_ROWS * p.blocks_in_row + block : 0;
+        const uint32_t row_bytes = p.blocks_in_row * (BLOCK_COLUMNS * BITS / 8);
+        const uint8_t* const from = of.values + (wanted ? row * row_bytes + number * BITS / 8 : 0);  // below 4 GB
 #pragma unroll
         for (int i = 0; i < RUN * BITS / 128; ++i) load_16(words + 4 * i, from + CHUNK_BYTES * i);
-        const uint8_t* const scale_from = p.scales + (wanted ? (start + scale_at) * SCALE_BYTES : 0);
+        const uint8_t* const scale_from = of.scales + scale_at * SCALE_BYTES;
         if (SCALE_BYTES == 1) scale = load_u8(scale_from);
         else if (SCALE_BYTES == 2) scale = load_u16(scale_from);
         else scale = load_s32(reinterpret_cast<const int*>(scale_from));
-        zeros = HAS_ZEROS ? load_s32(p.zeros + (wanted ? start / 8 + row / 8 * p.blocks_in_row + block : 0)) : 0;
+        zeros = HAS_ZEROS ? load_s32(of.zeros + (wanted ? row / 8 * p.blocks_in_row + block : 0)) : 0;
     }
 
     // Decodes it into four neighbouring chunks of a swizzled row, `at`. row: of the matrix, or its remainder modulo 8.
+    // CLIPPED: nobody reads a run that is not wanted.
+    template <bool CLIPPED = false>
     DEVICE void store(uint32_t stage, int at, int chunk, int row) const {
         const Decoder decoder(scale_of(scale), int(zeros >> row % 8 * 4 & 15));
 #pragma unroll
         for (int i = 0; i < RUN / CHUNK; ++i)
-            store_shared_16(swizzled(stage, at, chunk + i), wanted ? decoder.chunk(words, i) : make_uint4(0, 0, 0, 0));
+            store_shared_16(swizzled(stage, at, chunk + i), CLIPPED || wanted ? decoder.chunk(words, i) : make_uint4(0, 0, 0, 0));
     }
 
    private:

@@ -23,7 +23,7 @@ def ours(
     shape: Sizes, inputs: LayerInputs, *, method: Any = "tiled", dispatch: Dispatch | None = None, **options: Any
 ) -> Program:
     """method: how the dispatch is built, in every forward; or a ``dispatch`` made beforehand.  options: of moe_mlp."""
-    call: Any = partial(moe_mlp, num_experts=shape.E, backend=backend_of(inputs), **options)
+    call: Any = partial(moe_mlp, num_experts=shape.E, **({"backend": backend_of(inputs)} | options))
 
     def forward() -> Any:
         given = dispatch

@@ -70,58 +70,58 @@ DEVICE void load_weights_16(uint32_t (&to)[4], const void* address) {
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(__cvta_generic_to_global(address)));
 }
 
+// Decodes 8 numbers of either row, which share a scale. shared_bits: of a scale, what lanes hand each other.
 #if STORED == 1
-// A lane decodes 8 numbers of a block: a table of the block's numbers would cost more than products by its scale.
+// A table of the numbers times the scale would be more work than products by it.
 struct QuadDecoder {
     const Decoder unscaled{1.0f, 0};
-    uint32_t scale;  // twice
-    DEVICE void set(uint32_t bits, uint32_t) { scale = bits; }
-    DEVICE uint4 chunk(const uint32_t* words, int i) const {
-        const uint4 four = unscaled.chunk(words, i);
-        return make_uint4(times(four.x, scale), times(four.y, scale), times(four.z, scale), times(four.w, scale));
-    }
-    DEVICE static uint32_t shared_bits(uint32_t bits) { return (bits ? bits << 7 : 0x40) * 0x10001; }
-};
-#elif STORED == 4
-struct QuadDecoder {
-    Decoder decoder{0.0f, 0};
-    DEVICE void set(uint32_t bits, uint32_t) { decoder.scale = __uint_as_float(bits); }
-    DEVICE uint4 chunk(const uint32_t* words, int i) const { return decoder.chunk(words, i); }
-    DEVICE static uint32_t shared_bits(uint32_t bits) { return SCALE_BYTES == 2 ? bits << 16 : bits; }
-};
-#else
-// Each lane of a quad makes four numbers of a block, for all.
-struct QuadDecoder {
-    Decoder decoder{0.0f, 0};
-    float unscaled[4];
+    uint32_t scales[2];  // each twice, in bf16
 
-#if STORED == 2
-    DEVICE static float number(int code) { return code; }
+    DEVICE static uint32_t shared_bits(uint32_t bits) { return (bits ? bits << 7 : 0x40) * 0x10001; }
+    DEVICE void set(int h, uint32_t bits, uint32_t) { scales[h] = bits; }
+    DEVICE uint4 chunk(int h, const uint32_t* words, int i) const {
+        const uint4 four = unscaled.chunk(words, i);
+        return make_uint4(times(four.x, scales[h]), times(four.y, scales[h]), times(four.z, scales[h]), times(four.w, scales[h]));
+    }
+};
 #else
-    DEVICE static float number(int code) { return Decoder::number(code); }
+struct QuadDecoder {
+    Decoder decoders[2] = {{0.0f, 0}, {0.0f, 0}};
+
+    DEVICE static uint32_t shared_bits(uint32_t bits) { return SCALE_BYTES == 2 ? bits << 16 : bits; }
+    DEVICE uint4 chunk(int h, const uint32_t* words, int i) const { return decoders[h].chunk(words, i); }
+#if STORED == 4
+    DEVICE void set(int h, uint32_t bits, uint32_t) { decoders[h].scale = __uint_as_float(bits); }
+#else
+    // Each lane of a quad makes four entries of the table, for all.
+    float own[4];  // their numbers, before zero point and scale
+
+    DEVICE static float number(int code) {
+#if STORED == 3
+        return Decoder::number(code);
+#else
+        return code;
 #endif
+    }
 
     DEVICE QuadDecoder() {
 #pragma unroll
         for (int code = 0; code < 16; ++code)
-            if (lane_index() % 4 == code / 4) unscaled[code % 4] = number(code);
+            if (lane_index() % 4 == code / 4) own[code % 4] = number(code);
     }
 
-    DEVICE void set(uint32_t bits, uint32_t zero) {
-        const float scale = __uint_as_float(bits), less = STORED == 2 ? HAS_ZEROS ? float(zero) : 8.0f : 0.0f;
-        uint32_t pairs[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) pairs[i] = pack_bf16((unscaled[2 * i] - less) * scale, (unscaled[2 * i + 1] - less) * scale);
-        const uint32_t lows = prmt(pairs[0], pairs[1], 0x6420), highs = prmt(pairs[0], pairs[1], 0x7531);
+    DEVICE void set(int h, uint32_t bits, uint32_t zero) {
+        const float scale = __uint_as_float(bits), less = STORED == 3 ? 0.0f : HAS_ZEROS ? float(zero) : 8.0f;
+        const uint32_t first = pack_bf16((own[0] - less) * scale, (own[1] - less) * scale);
+        const uint32_t second = pack_bf16((own[2] - less) * scale, (own[3] - less) * scale);
+        const uint32_t lows = prmt(first, second, 0x6420), highs = prmt(first, second, 0x7531);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            decoder.low[i] = __shfl_sync(~0u, lows, i, 4);
-            decoder.high[i] = __shfl_sync(~0u, highs, i, 4);
+            decoders[h].low[i] = __shfl_sync(~0u, lows, i, 4);
+            decoders[h].high[i] = __shfl_sync(~0u, highs, i, 4);
         }
     }
-
-    DEVICE uint4 chunk(const uint32_t* words, int i) const { return decoder.chunk(words, i); }
-    DEVICE static uint32_t shared_bits(uint32_t bits) { return SCALE_BYTES == 2 ? bits << 16 : bits; }
+#endif
 };
 #endif
 static_assert(STORED == 1 || SCALE_BYTES > 1, "e8m0 is MXFP4's");
@@ -190,14 +190,14 @@ struct Source {
         if (!any()) return;
         tile = row_tile_at(p, index, COLUMNS);
         const int own = lane_index() % 4 * LANE_NUMBERS, block = EVEN ? own / BLOCK_COLUMNS : 0;
+        const Expert of(p, tile.expert);
         left = p.reduction - own;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int at = int(p.first_column) + (has_column(p, tile, h) ? column_of(p, tile, h) : 0);
-            const int64_t start = int64_t(tile.expert) * p.blocks_in_expert, blocks = int64_t(p.blocks_in_row) * at;
-            values[h] = p.values + start * BLOCK_BYTES + (blocks * BLOCK_COLUMNS + own) * BITS / 8;
-            scales[h] = p.scales + (start + at / BLOCK_ROWS * p.blocks_in_row + block) * SCALE_BYTES;
-            if (HAS_ZEROS) zeros[h] = p.zeros + start / 8 + at / 8 * p.blocks_in_row + block;
+            values[h] = of.values + int64_t(p.blocks_in_row) * at * (BLOCK_COLUMNS * BITS / 8) + own * BITS / 8;
+            scales[h] = of.scales + (at / BLOCK_ROWS * p.blocks_in_row + block) * SCALE_BYTES;
+            zeros[h] = of.zeros + (at / 8 * p.blocks_in_row + block);
         }
     }
 
@@ -330,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) ENTRY(const __grid_c
     sum_before_experts(p.experts, [=](int e) { return (offsets[e + 1] - offsets[e] + BM - 1) / BM; });
     Source next(p);
     Codes codes[AHEAD][2] = {};
-    QuadDecoder decoders[2];
+    QuadDecoder decoder;
     const Exchange exchange;
     const int lane_row = lane_index() % 8;
     const uint32_t lane_place = kept(lane_row * ROW_BYTES + ((lane_index() / 8 ^ lane_row) << 4));
@@ -341,8 +341,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) ENTRY(const __grid_c
     next.copy(stage);
     cp_async_commit_group();
     while (next.any()) {
-        const RowTile tile = next.tile;
-        const int rows = tile.row_end - tile.row;
+        const int index = next.index, rows = next.tile.row_end - next.tile.row;
+        int in_word[2];  // of zero points
+#pragma unroll
+        for (int h = 0; h < 2; ++h) in_word[h] = (int(p.first_column) + column_of(p, next.tile, h)) % 8 * 4;
         Accumulators acc = {};
 #pragma unroll 1
         for (int k = 0; k < p.reduction; k += PIECE) {
@@ -362,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) ENTRY(const __grid_c
                 for (int h = 0; h < 2; ++h) {
                     codes[step][h].transpose(exchange, v[h]);
                     scale[h] = QuadDecoder::shared_bits(codes[step][h].scale);
-                    zeros[h] = HAS_ZEROS ? codes[step][h].zeros >> (int(p.first_column) + column_of(p, tile, h)) % 8 * 4 & 15 : 0;
+                    zeros[h] = HAS_ZEROS ? codes[step][h].zeros >> in_word[h] & 15 : 0;
                 }
                 next.load(codes[step], step);
 #pragma unroll
@@ -372,8 +374,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) ENTRY(const __grid_c
                     for (int h = 0; h < 2; ++h) {
                         const int owner = group * (4 / GROUPS);  // the lane that has loaded the block's scale
                         if (STEP % BLOCK_COLUMNS && BLOCK_COLUMNS % STEP || group * RUN % BLOCK_COLUMNS == 0)
-                            decoders[h].set(__shfl_sync(~0u, scale[h], owner, 4), HAS_ZEROS ? __shfl_sync(~0u, zeros[h], owner, 4) : 0);
-                        numbers[h] = decoders[h].chunk(v[h], group);
+                            decoder.set(h, __shfl_sync(~0u, scale[h], owner, 4), HAS_ZEROS ? __shfl_sync(~0u, zeros[h], owner, 4) : 0);
+                        numbers[h] = decoder.chunk(h, v[h], group);
                     }
                     multiply(acc, numbers[0], numbers[1], stage + lane_place, step * GROUPS + group, rows);
                 }
@@ -382,6 +384,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) ENTRY(const __grid_c
             stage = other;
             other = done;
         }
+        const RowTile tile = row_tile_at(p, index, COLUMNS);  // anew, for want of registers
         if (LOW_RANK) add_low_rank(p, acc, tile, rows);
         store(p, acc, tile);
     }

@@ -124,7 +124,7 @@ struct RowLoads {
         const int at = run_row(i), first = threadIdx.x % 2 * RUN;
         const int column = tile.column + (B_MN ? at / BK * PANEL + first : column_of(at));
         const int reduced = p.reduction - left + (B_MN ? at % BK : first), of_weight = int(p.first_column) + half_of(at) * p.columns + column;
-        packed.load(p, tile.expert, B_MN ? reduced : of_weight, B_MN ? of_weight : reduced, column < p.columns && reduced < p.reduction);
+        packed.load(p, Expert(p, tile.expert), B_MN ? reduced : of_weight, B_MN ? of_weight : reduced, column < p.columns && reduced < p.reduction);
     }
 
     DEVICE void decode_run(uint32_t stage, int i) const { packed.store(stage, run_row(i), threadIdx.x % 2 * (RUN / CHUNK), run_row(i)); }

@@ -1,0 +1,140 @@
+"""Frozen weights on Hopper (cuda/decoders.cuh): some multiprocessors decode, the others multiply from their ring, all at once."""
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
+
+from blazeproto.gemm import down_backward, linear, up
+from blazeproto.gemm.product import Build, alone
+from blazeproto.gemm.stored import packed
+from blazeproto.gemm.tiles import TileConfig
+from blazeproto.lab.edit import EditedSources
+from blazeproto.lab.target import Machine, hosted
+from blazeproto.runtime.arrays import view
+from ptxsim import MachineError
+from tests.lab.machine.test_ampere import WEIGHTS, frozen, macros
+from tests.lab.machine.trials import of_reports, with_tiles
+from tests.lab.planted_bugs import plant
+
+SLOTS = 2  # and four experts
+NARROW = TileConfig(tile_n=128)
+READING = {  # entry, tiles, macros, columns of the output
+    "up": ("up_forward", NARROW, macros(GATHER=1, HAS_BIAS=1, LOW_RANK=1, STORED=1), None),
+    "alternating": ("up_forward", NARROW, macros("alternating(clamped_swiglu)", GATHER=1, HAS_BIAS=1, STORED=1), None),
+    "tickets": ("up_forward", TileConfig(few_rows=True, tickets=True), macros(GATHER=1, STORED=1), None),
+    "down": ("linear", NARROW, macros(GATHER=0, HAS_BIAS=1, STORED=1), range(32, 136)),
+    "dX": ("linear", NARROW, macros(GATHER=0, B_MN=1, LOW_RANK=1, STORED=1), range(32, 160)),
+    "dH": ("down_backward", TileConfig(deferred=False), macros(B_MN=1, LOW_RANK=1, STORED=1), None),
+}
+
+
+def outputs_of(which: str, format: str, block: Any, patch: pytest.MonkeyPatch, *, decoded: bool) -> list[Tensor]:
+    """AssertionError for a race."""
+    entry, config, of, columns = READING[which]
+    trial: Any = with_tiles(entry, config, of)
+    trial.options |= {"columns": columns}
+    inputs, machine = trial.inputs(), Machine(multiprocessors=4)
+    outputs = {name: memory.values for name, memory in trial.outputs().items()}
+    outputs |= {"out": outputs["out"][:, : len(columns)].contiguous()} if columns else {}
+    (name,) = inputs.keys() & {*WEIGHTS}
+    weight = frozen(format, inputs[name].shape, block)
+    inputs[name] = weight.decode()
+    given = {name: hosted(value) for name, value in trial.arguments(trial.function, inputs, **outputs).items()}
+
+    def as_stored(real: Any, *args: Any, **given: Any) -> None:
+        experts, height, width = weight.shape
+        memory = (
+            torch.full((SLOTS, height, width), torch.nan, dtype=torch.bfloat16),
+            torch.zeros(2 * experts, dtype=torch.int32),
+        )
+        arrays = [
+            None if t is None else view(hosted(t))
+            for t in (*(t if t is None else t.view(torch.uint8) for t in weight.tensors), *memory)
+        ]
+        fields: dict[str, Any] = dict(zip(("values", "scales", "zeros", "ring", "progress"), arrays, strict=True))
+        of = packed(weight, SLOTS)._replace(**fields)
+        real(*(*args[:1], of, *args[2:]) if args else (), **given if args else given | {name: of})
+
+    with patch.context() as patched:
+        for module in () if decoded else (up, linear, down_backward):
+            patched.setattr(module, "launch", partial(as_stored, module.launch))
+        machine.together([lambda: trial.function(**given)])
+    assert not of_reports(machine.reports)
+    return [out[: len(trial.case.row_pair)] for out in outputs.values()]
+
+
+CASES = [
+    (which, *how)
+    for which in READING
+    for how in (("mxfp4", None), ("int4", (1, 32)), ("nf4", (1, 32)), ("fp8", (8, 32)))
+]
+SOON = {("up", "mxfp4"), ("dX", "int4"), ("down", "nf4"), ("dH", "fp8")}
+
+
+@pytest.mark.parametrize(
+    ("which", "format", "block"),
+    [case if case[:2] in SOON else pytest.param(*case, marks=pytest.mark.full) for case in CASES],
+)
+def test_a_ring_gives_the_bits_of_decoded_weights(
+    which: str, format: str, block: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, expected = (outputs_of(which, format, block, monkeypatch, decoded=decoded) for decoded in (False, True))
+    for one, other in zip(made, expected, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+FAULTS = {  # text of decoders.cuh, what takes its place, product, format, what the machine says; "": other bits
+    "a slot is written while it is read": (
+        "if (before >= 0 && threadIdx.x == 0)",
+        "if (false)",
+        "down",
+        "mxfp4",
+        "race",
+    ),
+    "weights are read before they are there": (
+        "wait_for(p.progress + tile.expert, p.decoders);",
+        "",
+        "dX",
+        "mxfp4",
+        "race",
+    ),
+    "the next expert's slot": (
+        "tile.expert %= p.slots;",
+        "tile.expert = (tile.expert + 1) % p.slots;",
+        "down",
+        "mxfp4",
+        "",
+    ),
+    "TMA reads what it cannot see yet": (
+        "fence_proxy_async();\n                __syncwarp();",
+        "__syncwarp();",
+        "dX",
+        "mxfp4",
+        "race",
+    ),
+    "told before it is stored": ("if (lane == 0) bulk_wait_group<0>();", "", "down", "mxfp4", "race"),
+    "another row's zero point": ("first_row + (own + lane) / runs_in_row)", "lane)", "dX", "int4", ""),
+}
+
+
+@pytest.mark.parametrize(
+    "which", [name if name[0] == "w" else pytest.param(name, marks=pytest.mark.full) for name in FAULTS]
+)
+def test_a_fault_of_the_ring_is_found(which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new, product, format, says = FAULTS[which]
+    sources = EditedSources.copied(tmp_path / "sources")
+    plant(sources.folder, [("decoders.cuh", old, new)])
+    run = partial(outputs_of, product, format, (1, 32), monkeypatch)
+    with alone({"down_forward" if product == "down" else "up_backward_act": Build((), sources.snapshot())}):
+        try:
+            found = str(torch.equal(*(run(decoded=decoded)[0].view(torch.uint8) for decoded in (False, True))))
+        except (AssertionError, MachineError) as error:
+            found = str(error)
+    assert re.search(says or "False", found), found
