@@ -45,8 +45,8 @@ from blazeproto.gemm.e4m3 import Quantized
 from blazeproto.gemm.quantize import OnStream
 from blazeproto.gemm.recipe import FP8
 from blazeproto.gemm.rows import LowRankTerm, shape_of
-from blazeproto.gemm.stored import Packed, few_rows, packed, slots_for
-from blazeproto.gemm.tiles import ALIGNMENT, BF16, FACTORS
+from blazeproto.gemm.stored import MOST_PARTS, Packed, few_rows, packed, ring_for
+from blazeproto.gemm.tiles import ALIGNMENT, FACTORS
 from blazeproto.runtime.arch import AMPERE
 from blazeproto.runtime.arrays import current_stream
 from blazeproto.stored.weight import StoredWeight
@@ -277,15 +277,13 @@ def _new_rows(like: Tensor | Quantized, num_rows: int, width: int) -> Tensor:
 
 def _as_it_lies(step: BackendStep, *, always: bool = False, forward: bool = False) -> tuple[Any, bool]:
     """The step's weight (E, out, in) ready for the kernels, and False; or, of a transposed view, what it is a view of,
-    (E, in, out), and True. always: `slots_for`.  forward: whether `few_rows` decides first."""
+    (E, in, out), and True. always: `ring_for`.  forward: whether `few_rows` decides first."""
     weight: Tensor | Quantized | StoredWeight = step.weight
     if isinstance(weight, StoredWeight):
         few = forward and few_rows(weight.shape, step.rows)
-        slots = 0 if few else slots_for(weight.shape, step.rows, always=always)
-        ring = (
-            weight.values.new_empty(BF16.bytes * slots * prod(weight.shape[1:]), dtype=torch.uint8) if slots else None
-        )
-        return packed(weight, slots, few)._replace(ring=ring), False
+        size = 0 if few else ring_for(weight.shape, step.rows, always=always)
+        ring = weight.values.new_empty(size, dtype=torch.uint8) if size else None
+        return packed(weight, size, few)._replace(ring=ring), False
     if isinstance(weight, Quantized):
         return weight, False
     if not weight.is_contiguous() and weight.mT.is_contiguous():
@@ -297,7 +295,9 @@ def _anew(weight: Any) -> Any:
     """A weight as one launch takes it: a ring of decoded experts is empty."""
     if not isinstance(weight, Packed) or weight.ring is None:
         return weight
-    return weight._replace(progress=torch.zeros(2 * weight.shape[0], dtype=torch.int32, device=weight.ring.device))
+    return weight._replace(
+        progress=torch.zeros(2 * MOST_PARTS * weight.shape[0], dtype=torch.int32, device=weight.ring.device)
+    )
 
 
 def _readers(weight: Any, rows: Addresses) -> Addresses:

@@ -10,7 +10,7 @@ from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.e4m3 import Quantized
 from blazeproto.gemm.launch import Box, Params, Plan, dense_box, num_sms, persistent_grid
 from blazeproto.gemm.product import Variant
-from blazeproto.gemm.stored import FEW_BLOCK, FEW_CTAS, Packed, Storage, decoders
+from blazeproto.gemm.stored import FEW_BLOCK, FEW_CTAS, Packed, Storage, decoders, part_shift
 from blazeproto.gemm.tiles import BF16, BK, BM, E4M3, SLAB, Element, TileConfig
 
 ROWS_PARAMS = Params(
@@ -35,12 +35,11 @@ ROWS_PARAMS = Params(
 SCALES = ("a_scales", "b_scales", "h_scales", "out0_scales", "out1_scales")
 QUANTIZED_ROWS_PARAMS = ROWS_PARAMS._replace(words=(*ROWS_PARAMS.words, *SCALES))
 STORED_ROWS_PARAMS = ROWS_PARAMS._replace(
-    maps=(*ROWS_PARAMS.maps, "decoded"),
-    words=(*ROWS_PARAMS.words, "scales", "zeros", "first_column", "values", "progress"),
+    words=(*ROWS_PARAMS.words, "scales", "zeros", "first_column", "values", "decoded", "progress"),
     numbers=(
         *ROWS_PARAMS.numbers,
         *("blocks_in_row", "blocks_in_expert"),
-        *("slots", "slot_rows", "slot_columns", "decoders"),
+        *("parts", "part_columns", "part_shift", "slots", "slot_rows", "slot_columns", "decoders"),
     ),
 )
 
@@ -69,22 +68,24 @@ def rows_plan(
     shape = (*shape[:2], shape[2] // element.packing)
     width, reduction = shape[:0:-1] if mn_major else shape[1:]
     lying = (*shape[:2], shape[2] // of_weights.packing) if stored else shape
-    if stored and stored.slots:
-        lying, of_weights = (
-            (stored.slots, *((reduction, columns) if mn_major else (columns * halves, reduction))),
-            element,
-        )
+    tile_columns, of_map = config.tile_n // halves, columns
+    if stored and stored.ring:
+        shift = part_shift(columns, tile_columns, halves * reduction * element.bytes)
+        of_map = tile_columns << shift
+        part = (reduction, of_map) if mn_major else (halves * of_map, reduction)
+        parts = -(-columns // of_map)
+        slots = min(num_experts * parts, stored.ring // (element.bytes * prod(part)))
+        lying, of_weights = (slots, *part), element
     paired = element.packing == 2 and variant.gather  # PAIRED_ROWS (cuda/fp8.cuh)
     factor = (shape[0], rank, width) if mn_major else (shape[0], width, rank)
-    tile_columns = config.tile_n // halves
     if config.tickets:
         tickets.counters(device)  # now, because a later launch may be captured, and then no memory can be had
     blocks_at_most = num_rows // BM + min(num_experts, num_rows)
-    maps: tuple[Box | None, ...] = (
+    maps = (
         None if variant.gather else dense_box((reduction, num_rows), (BK, BM), element),
         _paired_box(shape, tile_columns, halves, element)
         if paired
-        else _weight_box(lying, columns, tile_columns, mn_major, halves, of_weights, config.cluster),
+        else _weight_box(lying, of_map, tile_columns, mn_major, halves, of_weights, config.cluster),
         h,
         out0,
         out1,
@@ -95,18 +96,15 @@ def rows_plan(
     grid = persistent_grid(device, config.cluster, blocks_at_most * -(-columns // tile_columns))
     params = QUANTIZED_ROWS_PARAMS if element.scales else ROWS_PARAMS
     if stored:
-        in_row, decoding = shape[2] // stored.columns, 0
+        in_row, of_ring = shape[2] // stored.columns, (0,) * 7
         if stored.few:
             tiles_at_most = (num_rows // FEW_BLOCK + min(num_experts, num_rows)) * -(-columns // tile_columns)
             grid = min(FEW_CTAS * num_sms(device), tiles_at_most)
-        decoded = None
-        if stored.slots:
-            decoding, slot = decoders(stored.format, num_rows / num_experts, num_sms(device)), prod(lying[1:])
-            decoded = dense_box((SLAB, slot // SLAB, stored.slots), (SLAB, stored.lines, 1))
+        if stored.ring:
+            decoding = decoders(stored.format, num_rows / num_experts, num_sms(device))
             grid = min(grid, num_sms(device) - decoding) + decoding
-        of_ring = stored.slots, *lying[1:], decoding
-        params, maps = STORED_ROWS_PARAMS, (*maps, decoded)
-        numbers = (*numbers, in_row, shape[1] // stored.rows * in_row, *of_ring)
+            of_ring = parts, of_map, shift, *lying, decoding
+        params, numbers = STORED_ROWS_PARAMS, (*numbers, in_row, shape[1] // stored.rows * in_row, *of_ring)
     return Plan(kernel, params, maps, numbers, grid=grid, device=device)
 
 
@@ -192,10 +190,10 @@ def storage_of(weights: Any) -> Storage | None:
 
 def scales(*operands: Any, first: int = 0) -> tuple[int, ...]:
     """The addresses of the scales of `SCALES`' arrays, 0 for an array without scales; () if A, the first, has none. first: of
-    B's. If B is `Packed`: of its scales and zero points; ``first``, its first column; of its numbers and its ring's progress."""
+    B's. If B is `Packed`: of its scales and zero points; ``first``, its first column; of its numbers, its ring and the ring's progress."""
     if isinstance(b := operands[1], Packed):
-        zeros, progress = (0 if t is None else t.data_ptr() for t in (b.zeros, b.progress))
-        return b.scales.data_ptr(), zeros, first, b.values.data_ptr(), progress
+        zeros, ring, progress = (0 if t is None else t.data_ptr() for t in (b.zeros, b.ring, b.progress))
+        return b.scales.data_ptr(), zeros, first, b.values.data_ptr(), ring, progress
     if not isinstance(operands[0], Quantized):
         return ()
     found = [each.scales.data_ptr() if isinstance(each, Quantized) else 0 for each in operands]
@@ -207,8 +205,6 @@ def rank_of(low: LowRankTerm | None) -> int:
     return 0 if low is None else int(low.rows.shape[1])
 
 
-def last_maps(low: LowRankTerm | None, weights: Any, first_element: int = 0) -> tuple[int, ...]:
-    """The addresses of a struct's last tensor maps: of a low-rank term's and of a ring of decoded experts. first_element: of the
-    factor, where columns are left out."""
-    of_low = () if low is None else (low.rows.data_ptr(), low.factor.data_ptr() + BF16.bytes * first_element)
-    return (*of_low, weights.ring.data_ptr()) if isinstance(weights, Packed) and weights.ring is not None else of_low
+def low_maps(low: LowRankTerm | None, first_element: int = 0) -> tuple[int, ...]:
+    """The addresses of its tensor maps, which are a struct's last. first_element: of the factor, where columns are left out."""
+    return () if low is None else (low.rows.data_ptr(), low.factor.data_ptr() + BF16.bytes * first_element)

@@ -6,7 +6,7 @@ from math import ceil, prod
 from typing import Any, NamedTuple
 
 from blazeproto.dispatch.structures import Addresses
-from blazeproto.gemm.tiles import BF16, ELEMENTS, Element, TileConfig
+from blazeproto.gemm.tiles import BF16, ELEMENTS, WIDTHS, Element, TileConfig
 from blazeproto.runtime import checks
 from blazeproto.runtime.arch import AMPERE
 
@@ -14,8 +14,11 @@ RUN = 32  # numbers of a row that a thread decodes at a time: one scale
 FORMATS = {"mxfp4": 1, "int4": 2, "nf4": 3, "fp8": 4}
 """STORED of a format's kernels (cuda/stored.cuh), by the name that `blazeproto.stored` has for it."""
 
-RING_BYTES = 60 << 20  # of decoded experts, at most; two experts at least
-MOST_SLOTS = 8
+RING_BYTES, PART_BYTES = (
+    60 << 20,
+    8 << 20,
+)  # of decoded parts in all, and about of one; in all an expert and two parts at least
+MOST_PARTS = 64  # of an expert
 FEW_ROWS = 64  # of an expert, in the mean: with fewer, kernels without a ring are faster
 FEW_TILES = TileConfig(tile_n=64, stages=2, deferred=False)  # of cuda/ampere/few_rows.cu: by FEW_BLOCK rows
 FEW_BLOCK, FEW_AHEAD, FEW_CTAS = 16, 3, 4  # rows of a tile; loads of a lane under way; CTAs a multiprocessor
@@ -27,7 +30,7 @@ class Storage(NamedTuple):
     """All of a frozen weight that a kernel is compiled for.
 
     format: a name of `FORMATS`.  rows, columns: the block of numbers that share a scale.  scale_bytes: of a scale.
-    zeros: whether the weight has zero points.  slots: experts in the ring; 0: without one, as Ampere's kernels are.
+    zeros: whether the weight has zero points.  ring: bytes of the ring; 0: without one, as Ampere's kernels are.
     few: whether kernels for few rows read it (cuda/ampere/few_rows.cu), which are forward's.
     """
 
@@ -36,18 +39,13 @@ class Storage(NamedTuple):
     columns: int
     scale_bytes: int
     zeros: bool = False
-    slots: int = 0
+    ring: int = 0
     few: bool = False
 
     @property
     def element(self) -> Element:
         """The type of its numbers."""
         return ELEMENTS.get(self.format) or ELEMENTS["e4m3"]
-
-    @property
-    def lines(self) -> int:
-        """Lines of 64 numbers that a warp of decoders stores at a time."""
-        return 256 // self.element.bits
 
     @property
     def macros(self) -> dict[str, int | str]:
@@ -58,7 +56,7 @@ class Storage(NamedTuple):
 
 class Packed(NamedTuple):
     """values, scales, zeros (or None): the tensors of a `StoredWeight`.  shape: (E, out, in).
-    ring, progress: room for ``storage.slots`` decoded experts, and (2 E,) int32 that are zero when a launch begins; or None."""
+    ring, progress: ``storage.ring`` bytes, and (2, E, MOST_PARTS) int32 that are zero when a launch begins; or None."""
 
     values: Any
     scales: Any
@@ -69,12 +67,19 @@ class Packed(NamedTuple):
     progress: Any = None
 
 
-def slots_for(shape: tuple[int, ...], at: Addresses, *, always: bool = False) -> int:
-    """Slots of the ring for a weight (E, out, in) and the rows of a dispatch; 0 for kernels without a ring: Ampere's, which on
+def ring_for(shape: tuple[int, ...], at: Addresses, *, always: bool = False) -> int:
+    """Bytes of the ring for a weight (E, out, in) and the rows of a dispatch; 0 for kernels without a ring: Ampere's, which on
     Hopper are the faster ones for few rows. always: Hopper's own, whose sums of dS are others."""
     if at.arch is AMPERE or (at.num_rows < FEW_ROWS * shape[0] and not always):
         return 0
-    return max(2, min(shape[0], MOST_SLOTS, RING_BYTES // (BF16.bytes * prod(shape[1:]))))
+    tile = 2 * WIDTHS[-1] * BF16.bytes * max(shape[1:])  # a part's least bytes
+    return max(RING_BYTES, BF16.bytes * prod(shape[1:]) + 2 * max(PART_BYTES, tile))
+
+
+def part_shift(columns: int, tile_columns: int, bytes_of_one: int) -> int:
+    """The base-2 logarithm of a part's tiles of columns. bytes_of_one: of a column's decoded weights."""
+    tiles = min(max(PART_BYTES // (bytes_of_one * tile_columns), 1), -(-columns // tile_columns))
+    return max(tiles.bit_length() - 1, (columns // (tile_columns * MOST_PARTS)).bit_length())
 
 
 def few_rows(shape: tuple[int, ...], at: Addresses) -> bool:
@@ -86,7 +91,7 @@ def alone(config: TileConfig, stored: Storage | None) -> TileConfig:
     """The tiles of kernels with a ring, whose CTAs do not share weights, and of those for few rows."""
     if stored and stored.few:
         return FEW_TILES
-    return replace(config, cluster=1) if stored and stored.slots else config
+    return replace(config, cluster=1) if stored and stored.ring else config
 
 
 def decoders(format: str, rows: float, sms: int) -> int:
@@ -95,11 +100,11 @@ def decoders(format: str, rows: float, sms: int) -> int:
     return max(1, min(sms // 2, ceil(sms * decoding / (decoding + rows))))
 
 
-def packed(weight: Any, slots: int = 0, few: bool = False) -> Packed:
+def packed(weight: Any, ring: int = 0, few: bool = False) -> Packed:
     """A `StoredWeight` as a launch takes it, without its ring. ValueError for a format or a block that no kernel decodes."""
     values, scales, zeros = weight.tensors
     checks.require(weight.format in FORMATS, "weight", f"a format of {', '.join(FORMATS)} for kernels", weight.format)
     rows, columns = weight.block
     checks.require(columns % RUN == 0, "weight", f"scales of a multiple of {RUN} numbers for kernels", columns)
-    storage = Storage(weight.format, rows, columns, scales.element_size(), zeros is not None, slots, few)
+    storage = Storage(weight.format, rows, columns, scales.element_size(), zeros is not None, ring, few)
     return Packed(values, scales, zeros, storage, tuple(weight.shape))

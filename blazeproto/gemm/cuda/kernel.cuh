@@ -177,7 +177,7 @@ DEVICE void consume(const typename Scheduler::Params& p, const Scheduler& schedu
             });
         }
 #ifdef STORED
-        if (strip == 0 && warpgroup_thread() == 0) tell_read(p, tile);
+        if (strip == 0 && warpgroup_thread() == 0) tell_read<Scheduler::TILE_COLUMNS>(p, tile);
 #endif
         if constexpr (VARLEN_K) {
             if (scheduler.is_partial(tile)) {
@@ -202,6 +202,7 @@ DEVICE void run(const typename Scheduler::Params& p) {
                   "the stages and the epilogue do not fit");
 #ifdef STORED
     if (int(blockIdx.x) < p.decoders) return decode_weights(p, Scheduler::TILE_COLUMNS);
+    if (threadIdx.x == 0) known_part() = 0;
 #endif
     if (threadIdx.x == 0) {
         Ring::init();

@@ -201,6 +201,7 @@ DEVICE void bulk_wait_group() {
 
 // Orders this thread's ordinary shared-memory accesses (cp.async and stmatrix too) before later TMA and wgmma ones.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- cp.async: 16 bytes a thread. Where `wanted` is false it writes zeros and does not read `src` ------------------
 DEVICE void cp_async_16(uint32_t dst, const void* src, bool wanted) {

@@ -44,7 +44,8 @@ DEVICE void load_weights(const TensorMap& weights, const Ring& ring, const RowTi
 #endif
 
 #ifndef STORED
-DEVICE RowTile in_slot(const RowsParams&, const RowTile& tile, int&) { return tile; }
+template <int>
+DEVICE RowTile in_slot(const RowsParams&, const RowTile& tile) { return tile; }
 #endif
 
 // A stage of contiguous rows and weights, by one thread.
@@ -86,12 +87,11 @@ struct RowProducer {
         static_assert(!TICKETS, "taken where rows are gathered");
         Ring ring;
         uint32_t ticket = 0;
-        int known = -1;
         for (int position = 0; scheduler.has(position); ++position) {
             if (scheduler.begins_batch(position)) scheduler.fill_slots(position, ticket);
             if (threadIdx.x == 0) {
                 MARK(AT, TILE);
-                const RowTile tile = scheduler.at(position), with_weights = in_slot(p, tile, known);
+                const RowTile tile = scheduler.at(position), with_weights = in_slot<Scheduler::TILE_COLUMNS>(p, tile);
                 IN_PAIRS(const bool shared = scheduler.shares(tile);)
                 for (int k = 0; k < p.reduction; k += BK) {
                     ring.wait_until_empty();
@@ -117,7 +117,7 @@ struct RowProducer {
         Ring ring;
         const uint32_t offset = gather_offset();
         const int column = gather_column();
-        int next_pair = -1, known = -1;
+        int next_pair = -1;
         uint32_t ticket = threadIdx.x < 32 ? scheduler.first_ticket() : 0;
         const auto look_ahead = [&](int position) {
             if (!TICKETS && !scheduler.has(position)) return;
@@ -142,7 +142,7 @@ struct RowProducer {
             const bool both = scheduler.computes(tile, 1);
 #endif
             IN_PAIRS(const bool shared = scheduler.shares(tile);)
-            const RowTile with_weights = threadIdx.x == 0 ? in_slot(p, tile, known) : tile;
+            const RowTile with_weights = threadIdx.x == 0 ? in_slot<Scheduler::TILE_COLUMNS>(p, tile) : tile;
             for (int k = 0; k < p.reduction; k += BK) {
                 ring.wait_until_empty();
                 if (threadIdx.x == 0) {

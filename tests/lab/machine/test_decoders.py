@@ -13,7 +13,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13"
 
 from blazeproto.gemm import down_backward, linear, up
 from blazeproto.gemm.product import Build, alone
-from blazeproto.gemm.stored import packed
+from blazeproto.gemm.stored import MOST_PARTS, packed
 from blazeproto.gemm.tiles import TileConfig
 from blazeproto.lab.edit import EditedSources
 from blazeproto.lab.target import Machine, hosted
@@ -23,21 +23,28 @@ from tests.lab.machine.test_ampere import WEIGHTS, frozen, macros
 from tests.lab.machine.trials import of_reports, with_tiles
 from tests.lab.planted_bugs import plant
 
-SLOTS = 2  # and four experts
 NARROW = TileConfig(tile_n=128)
-READING = {  # entry, tiles, macros, columns of the output
-    "up": ("up_forward", NARROW, macros(GATHER=1, HAS_BIAS=1, LOW_RANK=1, STORED=1), None),
-    "alternating": ("up_forward", NARROW, macros("alternating(clamped_swiglu)", GATHER=1, HAS_BIAS=1, STORED=1), None),
-    "tickets": ("up_forward", TileConfig(few_rows=True, tickets=True), macros(GATHER=1, STORED=1), None),
-    "down": ("linear", NARROW, macros(GATHER=0, HAS_BIAS=1, STORED=1), range(32, 136)),
-    "dX": ("linear", NARROW, macros(GATHER=0, B_MN=1, LOW_RANK=1, STORED=1), range(32, 160)),
-    "dH": ("down_backward", TileConfig(deferred=False), macros(B_MN=1, LOW_RANK=1, STORED=1), None),
+READING = {  # entry, tiles, macros, columns of the output, slots of the ring: one more than an expert has parts
+    "up": ("up_forward", NARROW, macros(GATHER=1, HAS_BIAS=1, LOW_RANK=1, STORED=1), None, 3),
+    "alternating": (
+        "up_forward",
+        NARROW,
+        macros("alternating(clamped_swiglu)", GATHER=1, HAS_BIAS=1, STORED=1),
+        None,
+        3,
+    ),
+    "tickets": ("up_forward", TileConfig(few_rows=True, tickets=True), macros(GATHER=1, STORED=1), None, 3),
+    "down": ("linear", NARROW, macros(GATHER=0, HAS_BIAS=1, STORED=1), range(32, 136), 2),
+    "all of down": ("linear", NARROW, macros(GATHER=0, HAS_BIAS=1, STORED=1), None, 3),
+    "all of dX": ("linear", NARROW, macros(GATHER=0, B_MN=1, STORED=1), None, 3),
+    "dX": ("linear", NARROW, macros(GATHER=0, B_MN=1, LOW_RANK=1, STORED=1), range(32, 160), 2),
+    "dH": ("down_backward", TileConfig(deferred=False), macros(B_MN=1, LOW_RANK=1, STORED=1), None, 3),
 }
 
 
 def outputs_of(which: str, format: str, block: Any, patch: pytest.MonkeyPatch, *, decoded: bool) -> list[Tensor]:
     """AssertionError for a race."""
-    entry, config, of, columns = READING[which]
+    entry, config, of, columns, slots = READING[which]
     trial: Any = with_tiles(entry, config, of)
     trial.options |= {"columns": columns}
     inputs, machine = trial.inputs(), Machine(multiprocessors=4)
@@ -49,20 +56,22 @@ def outputs_of(which: str, format: str, block: Any, patch: pytest.MonkeyPatch, *
     given = {name: hosted(value) for name, value in trial.arguments(trial.function, inputs, **outputs).items()}
 
     def as_stored(real: Any, *args: Any, **given: Any) -> None:
-        experts, height, width = weight.shape
+        experts, *sides = weight.shape
+        numbers = slots * config.tile_n * sides[0 if which[-2:] in ("dX", "dH") else 1]  # by the reduction
         memory = (
-            torch.full((SLOTS, height, width), torch.nan, dtype=torch.bfloat16),
-            torch.zeros(2 * experts, dtype=torch.int32),
+            torch.full((numbers,), torch.nan, dtype=torch.bfloat16),
+            torch.zeros(2 * experts * MOST_PARTS, dtype=torch.int32),
         )
         arrays = [
             None if t is None else view(hosted(t))
             for t in (*(t if t is None else t.view(torch.uint8) for t in weight.tensors), *memory)
         ]
         fields: dict[str, Any] = dict(zip(("values", "scales", "zeros", "ring", "progress"), arrays, strict=True))
-        of = packed(weight, SLOTS)._replace(**fields)
+        of = packed(weight, 2 * numbers)._replace(**fields)
         real(*(*args[:1], of, *args[2:]) if args else (), **given if args else given | {name: of})
 
     with patch.context() as patched:
+        patched.setattr("blazeproto.gemm.stored.PART_BYTES", 1)
         for module in () if decoded else (up, linear, down_backward):
             patched.setattr(module, "launch", partial(as_stored, module.launch))
         machine.together([lambda: trial.function(**given)])
@@ -92,35 +101,36 @@ def test_a_ring_gives_the_bits_of_decoded_weights(
 
 FAULTS = {  # text of decoders.cuh, what takes its place, product, format, what the machine says; "": other bits
     "a slot is written while it is read": (
-        "if (before >= 0 && threadIdx.x == 0)",
+        "if (waits && threadIdx.x == 0)",
         "if (false)",
-        "down",
+        "all of down",
         "mxfp4",
         "race",
     ),
-    "weights are read before they are there": (
-        "wait_for(p.progress + tile.expert, p.decoders);",
-        "",
-        "dX",
-        "mxfp4",
-        "race",
-    ),
-    "the next expert's slot": (
-        "tile.expert %= p.slots;",
-        "tile.expert = (tile.expert + 1) % p.slots;",
+    "weights are read before they are there": ("wait_for(p.progress + part, p.decoders);", "", "dX", "mxfp4", "race"),
+    "the next part's slot": (
+        "tile.expert = part % p.slots;",
+        "tile.expert = (part + 1) % p.slots;",
         "down",
         "mxfp4",
         "",
     ),
     "TMA reads what it cannot see yet": (
-        "fence_proxy_async();\n                __syncwarp();",
-        "__syncwarp();",
+        "fence_proxy_async_global();",
+        "",
         "dX",
         "mxfp4",
         "race",
     ),
-    "told before it is stored": ("if (lane == 0) bulk_wait_group<0>();", "", "down", "mxfp4", "race"),
-    "another row's zero point": ("first_row + (own + lane) / runs_in_row)", "lane)", "dX", "int4", ""),
+    "told before it is stored": (
+        "__syncthreads();\n        if (threadIdx.x == 0) add_release_gpu(p.progress + index, 1);",
+        "if (threadIdx.x == 0) add_release_gpu(p.progress + index, 1);",
+        "down",
+        "mxfp4",
+        "race",
+    ),
+    "a part too early": ("before = index - p.slots;", "before = index - p.slots - 1;", "all of dX", "mxfp4", "race"),
+    "another row's zero point": ("part.row_of(part.slot_row(own + lane))", "lane", "dX", "int4", ""),
 }
 
 
@@ -132,7 +142,7 @@ def test_a_fault_of_the_ring_is_found(which: str, tmp_path: Path, monkeypatch: p
     sources = EditedSources.copied(tmp_path / "sources")
     plant(sources.folder, [("decoders.cuh", old, new)])
     run = partial(outputs_of, product, format, (1, 32), monkeypatch)
-    with alone({"down_forward" if product == "down" else "up_backward_act": Build((), sources.snapshot())}):
+    with alone({"down_forward" if product.endswith("down") else "up_backward_act": Build((), sources.snapshot())}):
         try:
             found = str(torch.equal(*(run(decoded=decoded)[0].view(torch.uint8) for decoded in (False, True))))
         except (AssertionError, MachineError) as error:
