@@ -21,7 +21,19 @@ from blazeproto.gemm.e4m3 import scales_shape
 from blazeproto.gemm.recipe import RECIPES, Recipe, name_of
 from blazeproto.gemm.specification import Specification
 from blazeproto.gemm.stored import FEW_AHEAD, FEW_BLOCK, FEW_CTAS, FEW_TILES, Storage
-from blazeproto.gemm.tiles import BF16, BK, BM, DEVICE_CONSTANTS, E4M3, MAX_EXPERTS, QUANTIZED, SLAB, WARPGROUP, Element, TileConfig
+from blazeproto.gemm.tiles import (
+    BF16,
+    BK,
+    BM,
+    DEVICE_CONSTANTS,
+    E4M3,
+    MAX_EXPERTS,
+    QUANTIZED,
+    SLAB,
+    WARPGROUP,
+    Element,
+    TileConfig,
+)
 from blazeproto.runtime import checks
 from blazeproto.runtime.arch import AMPERE, HOPPER, Arch
 from blazeproto.runtime.arrays import ITEM_BYTES

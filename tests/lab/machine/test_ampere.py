@@ -182,7 +182,9 @@ def outputs_of(which: str, format: str, block: Any, patch: pytest.MonkeyPatch, *
     """AssertionError for a race."""
     entry, width, of, columns = READING[which]
     tiles = ampere_tiles(width)
-    trial: Any = with_tiles(entry, replace(tiles, stages=8) if which in FEW else tiles, of)  # a reduction of several pieces
+    trial: Any = with_tiles(
+        entry, replace(tiles, stages=8) if which in FEW else tiles, of
+    )  # a reduction of several pieces
     trial.config = tiles
     trial.options |= {"columns": columns}
     inputs, machine = trial.inputs(), Machine()
@@ -259,7 +261,7 @@ FAULTS_OF_DECODING = {  # file, text, what takes its place, product, format, wha
         "mxfp4",
         "",
     ),
-    "a neighbour's scale": ("ampere/few_rows.cu", "owner = group * ", "owner = group ^ 1 * ", "few, down", "nf4", ""),
+    "a neighbour's scale": ("ampere/few_rows.cu", "owner = group * ", "owner = group ^ 1 * ", "few, down", "mxfp4", ""),
     "a piece multiplied before it has landed": (
         "ampere/few_rows.cu",
         "cp_async_wait_group<0>();",
@@ -268,7 +270,14 @@ FAULTS_OF_DECODING = {  # file, text, what takes its place, product, format, wha
         "mxfp4",
         "race",
     ),
-    "tokens past the reduction": ("ampere/few_rows.cu", "i * PANEL < row_left", "row_left > 0", "few, down", "mxfp4", ""),
+    "tokens past the reduction": (
+        "ampere/few_rows.cu",
+        "i * PANEL < row_left",
+        "row_left > 0",
+        "few, down",
+        "mxfp4",
+        "",
+    ),
     "another row's zero point": ("stored.cuh", "at % 8 * 4", "at % 4 * 4", "dX", "int4", ""),
 }
 
