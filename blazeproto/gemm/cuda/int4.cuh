@@ -3,6 +3,8 @@
 #include "nibbles.cuh"
 
 struct Decoder : Codebook<false, false> {
+    DEVICE static float number(int code) { return code; }
+
     // zero: a code; 8 without zero points.
     DEVICE Decoder(float scale, int zero) {
         float numbers[16], less = HAS_ZEROS ? float(zero) : 8.0f;

@@ -261,7 +261,7 @@ FAULTS_OF_DECODING = {  # file, text, what takes its place, product, format, wha
         "mxfp4",
         "",
     ),
-    "a neighbour's scale": ("ampere/few_rows.cu", "owner = group * ", "owner = group ^ 1 * ", "few, down", "nf4", ""),
+    "a neighbour's scale": ("ampere/few_rows.cu", "owner = group * ", "owner = group ^ 1 * ", "few, down", "mxfp4", ""),
     "a piece multiplied before it has landed": (
         "ampere/few_rows.cu",
         "cp_async_wait_group<0>();",

@@ -1,27 +1,18 @@
-// Rows times frozen weights, where an expert has few rows: gpt-oss decoding, say. The bytes of the weights decide, so they never
-// touch shared memory. They are mma.sync's operand A, 16 rows of weights, and the tokens' rows are operand B: out^T = W x^T.
+// Rows times frozen weights, where an expert has few rows: up.cu's product with an activation, linear.cu's without one. The bytes
+// of the weights bound it, so they skip shared memory. They are mma.sync's A, 16 rows, and tokens are B: out^T = W x^T.
 //
-//   weights   global memory --16 bytes a lane, AHEAD loads under way--> codes --transposed in a quad, decoded--> A  \.
-//   tokens    global memory --cp.async, 2 stages that the CTA shares--> shared memory --ldmatrix--------------> B   -> mma.sync
+//   weights   global memory --16 bytes a lane, AHEAD under way--> codes --transposed in a quad, decoded--> A ---> mma.sync
+//   tokens    global memory --cp.async, 2 stages--> shared memory of all warps --ldmatrix---------------> B --/
 //
-// A quad of lanes has two rows of weights (row g and g + 8 of the mma), and reads 64 neighbouring bytes of each. mma.sync wants of
-// every 16 numbers 2 t, 2 t + 1, 2 t + 8, 2 t + 9 in lane t. With 4 bits these are a byte of each word that a lane has read:
+// A quad of lanes has rows g and g + 8 of A, and reads 64 neighbouring bytes of each. Of every 16 numbers lane t of it multiplies
+// 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. With 4 bits a lane's 16 bytes have them at t, t + 4, ...; with 8 bits at 2 t, 2 t + 1, ...:
 //
-//               lane 0's 32 numbers       lane 1's     ...           lane t's A, of 32 numbers: 1 word of the transposed
-//   bytes    0 1 2 3 | 4 5 6 7 | ...   16 17 18 19 |   ...   -->     t | t + 4 | t + 8 | t + 12
-//   word     0         1               0                             byte t of words 0, 1, 2, 3
+//   lane 0 loads   0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 13 14 15      lane t has then, of each lane's load,  t | t + 4 | t + 8 | t + 12
 //
-// With 8 bits it is two halves of words, and two words are A of 32 numbers. Every output is one sum in ascending steps of 16, the
-// slots of a step as mainloop.cuh has them: its bits, and those of Hopper's kernels.
+// An output is one sum in ascending steps of 16, with the slots of mainloop.cuh: it has the bits of Hopper's kernels too.
+// While a CTA multiplies a piece, PIECE of the reduction, it loads the next, be it another tile's. LOW_RANK follows in bf16.
 //
-// A CTA is persistent. While it multiplies a piece, PIECE elements of the reduction, it loads the next, be it another tile's.
-//
-//   LOW_RANK   then come the low rows and their factor, in bf16, straight from global memory
-//
-// With an activation it is up.cu's product, without one linear.cu's.
-//
-// -D: BM, BN   rows of tokens, of weights in a tile     AHEAD   loads of a lane under way     CTAS   of a multiprocessor
-//     MAX_EXPERTS, SMEM_LIMIT   as in mainloop.cuh
+// -D: BM, BN   rows of tokens, of weights in a tile     AHEAD   a lane's loads     CTAS   of a multiprocessor     others: mainloop.cuh
 #include "matrix.cuh"
 #include "swizzle.cuh"
 #include "stored.cuh"
@@ -47,11 +38,9 @@ static_assert(THREADS == 8 * BM, "8 threads copy a row");
 // acc[i][2 h + c]: column h of this lane (`column_of`), row 8 i + 2 (lane % 4) + c of the tile.
 using Accumulators = float[BLOCKS][4];
 
-DEVICE int row_in_quad() { return lane_index() / 4; }
-
 // The output column of this lane's row h of weights, 0 or 1. Gate and up of a unit belong to the same lane.
 DEVICE int column_of(const RowsParams& p, const RowTile& tile, int h) {
-    const int first = tile.column + threadIdx.x / 32 * (WARP_ROWS / HALVES), g = row_in_quad();
+    const int first = tile.column + threadIdx.x / 32 * (WARP_ROWS / HALVES), g = lane_index() / 4;
     return HALVES == 2 ? first + g + h * p.columns : ALTERNATING ? first + 2 * g + h : first + g + 8 * h;
 }
 
@@ -93,21 +82,12 @@ struct QuadDecoder {
 #if STORED == 4
     DEVICE void set(int h, uint32_t bits, uint32_t) { decoders[h].scale = __uint_as_float(bits); }
 #else
-    // Each lane of a quad makes four entries of the table, for all.
-    float own[4];  // their numbers, before zero point and scale
-
-    DEVICE static float number(int code) {
-#if STORED == 3
-        return Decoder::number(code);
-#else
-        return code;
-#endif
-    }
+    float own[4];  // each lane of a quad makes four entries of the table, for all: their numbers, before zero point and scale
 
     DEVICE QuadDecoder() {
 #pragma unroll
         for (int code = 0; code < 16; ++code)
-            if (lane_index() % 4 == code / 4) own[code % 4] = number(code);
+            if (lane_index() % 4 == code / 4) own[code % 4] = Decoder::number(code);
     }
 
     DEVICE void set(int h, uint32_t bits, uint32_t zero) {
@@ -133,13 +113,13 @@ DEVICE uint32_t kept(uint32_t value) {
 }
 
 // Which bytes of two words a lane keeps, and which another lane gets: with a lane 2 further, then with its neighbour.
-struct Exchange {
+struct Transpose {
     static constexpr uint32_t LOW[2] = {BITS == 4 ? 0x5410 : 0x3210, BITS == 4 ? 0x6420 : 0x5410};
     static constexpr uint32_t HIGH[2] = {BITS == 4 ? 0x7632 : 0x7654, BITS == 4 ? 0x7531 : 0x7632};
     uint32_t keep[2], send[2];
     bool upper[2];
 
-    DEVICE Exchange() {
+    DEVICE Transpose() {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             upper[i] = lane_index() & 2 >> i;
@@ -148,26 +128,25 @@ struct Exchange {
         }
     }
 
-    // of_lower, of_upper: what lanes have kept of the words of the lower one of the two lanes, and of the upper one.
-    DEVICE void run(int i, uint32_t first, uint32_t second, uint32_t& of_lower, uint32_t& of_upper) const {
+    DEVICE void exchange(int i, uint32_t first, uint32_t second, uint32_t& of_lower, uint32_t& of_upper) const {
         const uint32_t own = prmt(first, second, keep[i]), other = __shfl_xor_sync(~0u, prmt(first, second, send[i]), 2 >> i);
         of_lower = upper[i] ? other : own;
         of_upper = upper[i] ? own : other;
+    }
+
+    // v: word i of it has what this lane multiplies of lane i's load.
+    DEVICE void run(const uint32_t (&words)[4], uint32_t (&v)[4]) const {
+        uint32_t half[2][2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) exchange(0, words[2 * i], words[2 * i + 1], half[0][i], half[1][i]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) exchange(1, half[i][0], half[i][1], v[2 * i], v[2 * i + 1]);
     }
 };
 
 // What a lane has loaded of a row of weights.
 struct Codes {
     uint32_t words[4], scale, zeros;
-
-    // The quad's words transposed, as in the picture.
-    DEVICE void transpose(const Exchange& exchange, uint32_t (&v)[4]) const {
-        uint32_t half[2][2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) exchange.run(0, words[2 * i], words[2 * i + 1], half[0][i], half[1][i]);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) exchange.run(1, half[i][0], half[i][1], v[2 * i], v[2 * i + 1]);
-    }
 };
 
 // The next piece: this lane's rows of weights, and the row of tokens that this thread copies.
@@ -248,7 +227,7 @@ struct Source {
     // The tokens' part; what lies past the reduction or the expert becomes zeros. Each 8 chunks of a stage's row are swizzled.
     DEVICE void copy(uint32_t stage) const {
         const int at = threadIdx.x / 8;
-        const uint32_t place = stage + at * ROW_BYTES + ((threadIdx.x ^ at) % 8 << 4);
+        const uint32_t place = smem_address(shared_memory()) + stage + at * ROW_BYTES + ((threadIdx.x ^ at) % 8 << 4);
         if (!any()) return;
 #pragma unroll
         for (int i = 0; i < ROW_BYTES / SWIZZLE_ROW; ++i)
@@ -279,11 +258,10 @@ DEVICE void add_low_rank(const RowsParams& p, Accumulators& acc, const RowTile& 
     };
     const uint8_t *weights[2], *tokens[BLOCKS];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    for (int h = 0; h < 2; ++h)
         weights[h] = factor.start + tile.expert * factor.strides[2] + (has_column(p, tile, h) ? column_of(p, tile, h) : 0) * factor.strides[0];
-    }
 #pragma unroll
-    for (int i = 0; i < BLOCKS; ++i) tokens[i] = low.start + min(tile.row + i * 8 + row_in_quad(), tile.row_end - 1) * low.strides[0];
+    for (int i = 0; i < BLOCKS; ++i) tokens[i] = low.start + min(tile.row + i * 8 + lane_index() / 4, tile.row_end - 1) * low.strides[0];
 #pragma unroll 1
     for (int k = 0; k < p.rank; k += 16) {
         const uint32_t a[4] = {load(weights[0], k), load(weights[1], k), load(weights[0], k + 8), load(weights[1], k + 8)};
@@ -304,19 +282,19 @@ DEVICE void store(const RowsParams& p, const Accumulators& acc, const RowTile& t
         const int row = tile.row + i / 2 * 8 + lane_index() % 4 * 2 + i % 2;
         if (row >= tile.row_end) continue;
         const uint32_t both = pack_biased(acc[i / 2][i % 2], acc[i / 2][2 + i % 2], bias);
-        bf16* const out = p.out0_rows + int64_t(row) * HALVES * p.columns;
-        if (has[0]) out[columns[0]] = bf16(both);
-        if (has[1]) out[columns[1]] = bf16(both >> 16);
 #ifdef GATED
+        const float low = bf16_low(both), high = bf16_high(both);
+        const uint32_t acts = GATED ? pack_bf16(act_of(low, high), 0) : pack_bf16(act_of(low, 0), act_of(high, 0));
         bf16* const act = p.out1_rows + int64_t(row) * (ALTERNATING ? p.columns / 2 : p.columns);
-        if (GATED) {
-            if (has[0]) act[ALTERNATING ? columns[0] / 2 : columns[0]] = bf16(pack_bf16(act_of(bf16_low(both), bf16_high(both)), 0));
-        } else {
-            const uint32_t two = pack_bf16(act_of(bf16_low(both), 0), act_of(bf16_high(both), 0));
-            if (has[0]) act[columns[0]] = bf16(two);
-            if (has[1]) act[columns[1]] = bf16(two >> 16);
-        }
 #endif
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            if (!has[h]) continue;
+            p.out0_rows[int64_t(row) * HALVES * p.columns + columns[h]] = bf16(both >> 16 * h);
+#ifdef GATED
+            if (!GATED || h == 0) act[ALTERNATING ? columns[h] / 2 : columns[h]] = bf16(acts >> 16 * h);
+#endif
+        }
     }
 }
 
@@ -331,10 +309,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) ENTRY(const __grid_c
     Source next(p);
     Codes codes[AHEAD][2] = {};
     QuadDecoder decoder;
-    const Exchange exchange;
+    const Transpose transpose;
     const int lane_row = lane_index() % 8;
-    const uint32_t lane_place = kept(lane_row * ROW_BYTES + ((lane_index() / 8 ^ lane_row) << 4));
-    uint32_t stage = smem_address(shared_memory()), other = stage + STAGE_BYTES;
+    const uint32_t lane_place = kept(smem_address(shared_memory()) + lane_row * ROW_BYTES + ((lane_index() / 8 ^ lane_row) << 4));
+    uint32_t stage = 0;  // its offset: 0 or STAGE_BYTES
 #pragma unroll
     for (int step = 0; step < AHEAD; ++step) next.load(codes[step], step);
     next.find_row();
@@ -351,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) ENTRY(const __grid_c
             cp_async_wait_group<0>();
             __syncthreads();  // this piece has landed, and every warp has multiplied the one before
             next.advance(k + PIECE >= p.reduction);
-            next.copy(other);
+            next.copy(stage ^ STAGE_BYTES);
             cp_async_commit_group();
 #pragma unroll
             for (int step = 0; step < AHEAD; ++step) {
@@ -362,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) ENTRY(const __grid_c
                 uint32_t v[2][4], scale[2], zeros[2];
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    codes[step][h].transpose(exchange, v[h]);
+                    transpose.run(codes[step][h].words, v[h]);
                     scale[h] = QuadDecoder::shared_bits(codes[step][h].scale);
                     zeros[h] = HAS_ZEROS ? codes[step][h].zeros >> in_word[h] & 15 : 0;
                 }
@@ -380,9 +358,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) ENTRY(const __grid_c
                     multiply(acc, numbers[0], numbers[1], stage + lane_place, step * GROUPS + group, rows);
                 }
             }
-            const uint32_t done = stage;
-            stage = other;
-            other = done;
+            stage ^= STAGE_BYTES;
         }
         const RowTile tile = row_tile_at(p, index, COLUMNS);  // anew, for want of registers
         if (LOW_RANK) add_low_rank(p, acc, tile, rows);
