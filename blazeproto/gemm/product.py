@@ -316,8 +316,8 @@ def _kernel_of_ampere(
     options = tuple(f"-D{macro}" for macro in build.debug)
     if config == FEW_TILES:
         smem = 2 * FEW_BLOCK * FEW_AHEAD * 256 + 4 * (MAX_EXPERTS + 1)  # two stages and the schedule
-        of = {"BN": config.tile_n, "AHEAD": FEW_AHEAD, "CTAS": FEW_CTAS, "SMEM_LIMIT": smem}
-        of = {**DEVICE_CONSTANTS, **dict(macros), **of, "BM": FEW_BLOCK}
+        own: dict[str, int | str] = {"BN": config.tile_n, "BM": FEW_BLOCK, "AHEAD": FEW_AHEAD, "CTAS": FEW_CTAS}
+        of = DEVICE_CONSTANTS | dict(macros) | own | {"SMEM_LIMIT": smem}
         path = f"{AMPERE.folder}/few_rows.cu"
         return Kernel(path, entry, of, smem, 2 * config.tile_n, None, options, build.sources, AMPERE)
     plain = TileConfig(tile_n=config.tile_n, stages=2, deferred=False)

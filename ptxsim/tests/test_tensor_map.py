@@ -188,7 +188,7 @@ MUTANTS = [
     ("limits[0][1] // elements", "limits[0][1]"),
     ("limits[:0:-1]", "limits[1:]"),
     ("first[0] * itemsize + sum", "first[0] + sum"),
-    ("(tensor_map.address + corner)", "tensor_map.address"),
+    ("tensor_map.address + corner", "tensor_map.address"),
     ("tensor_map.strides, strict=True))", "tensor_map.strides[::-1], strict=True))"),
     ("(shared_address - start)", "shared_address"),
     ("[*strides[::-1], piece]", "[*strides, piece]"),
