@@ -139,7 +139,9 @@ def test_y_lies_over_act_where_the_launchs_tiles_have_whole_rows(make_case, monk
 @pytest.mark.parametrize("workspace_bytes", [None, 20_000])
 def test_stored_weights_are_given_to_products_as_they_lie(watch, format, workspace_bytes, monkeypatch):
     seen = set()
-    monkeypatch.setattr(hopper_backend, "_readers", lambda weight, rows: rows)  # here a dispatch, which has no architecture
+    monkeypatch.setattr(
+        hopper_backend, "_readers", lambda weight, rows: rows
+    )  # here a dispatch, which has no architecture
     for module in (up, linear, down_backward):
         watch(module, "launch", lambda a, of, *_, **__: seen.add(of.values.data_ptr() if isinstance(of, Packed) else 0))
     case, plain = stored_case(format, bias=True, sentinels=True, dtype=torch.float64)
