@@ -269,17 +269,17 @@ CEILINGS = {
     "blazeproto/runtime/**/*.py": 1068,
     "blazeproto/dispatch/**/*.py": 735,
     "blazeproto/router/**/*.py": 2310,
-    "blazeproto/gemm/**/*.py": 2231,
+    "blazeproto/gemm/**/*.py": 2252,
     "blazeproto/stored/**/*.py": 298,
-    "blazeproto/autograd/**/*.py": 1948,
+    "blazeproto/autograd/**/*.py": 1950,
     "blazeproto/blocksparse/**/*.py": 588,
     "blazeproto/distributed/**/*.py": 471,
     "blazeproto/integrations/**/*.py": 378,
     "blazeproto/lab/**/*.py": 2921,
-    "ptxsim/*.py": 2937,
-    "scripts/**/*.py": 8672,
-    "tests/**/*.py ptxsim/tests/**/*.py": 23424,
-    "blazeproto/**/*.cu blazeproto/**/*.cuh": 6102,
+    "ptxsim/*.py": 2947,
+    "scripts/**/*.py": 8677,
+    "tests/**/*.py ptxsim/tests/**/*.py": 23486,
+    "blazeproto/**/*.cu blazeproto/**/*.cuh": 6534,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in
 docs/decisions.md that says what was bought."""

@@ -190,7 +190,7 @@ def storage_of(weights: Any) -> Storage | None:
 
 def scales(*operands: Any, first: int = 0) -> tuple[int, ...]:
     """The addresses of the scales of `SCALES`' arrays, 0 for an array without scales; () if A, the first, has none. first: of
-    B's. If B is `Packed`: of its scales and zero points; ``first``, its first column; of its numbers, its ring and the ring's progress."""
+    B's. If B is `Packed`: of its scales and zero points; ``first``, its first column; of its numbers, ring and progress."""
     if isinstance(b := operands[1], Packed):
         zeros, ring, progress = (0 if t is None else t.data_ptr() for t in (b.zeros, b.ring, b.progress))
         return b.scales.data_ptr(), zeros, first, b.values.data_ptr(), ring, progress

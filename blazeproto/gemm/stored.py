@@ -22,7 +22,7 @@ MOST_PARTS = 64  # of an expert
 FEW_ROWS = 64  # of an expert, in the mean: with fewer, kernels without a ring are faster
 FEW_TILES = TileConfig(tile_n=64, stages=2, deferred=False)  # of cuda/ampere/few_rows.cu: by FEW_BLOCK rows
 FEW_BLOCK, FEW_AHEAD, FEW_CTAS = 16, 3, 4  # rows of a tile; loads of a lane under way; CTAs a multiprocessor
-DECODED_ROWS = {"mxfp4": 75, "int4": 125, "nf4": 105, "fp8": 105}
+DECODED_ROWS = {"mxfp4": 150, "int4": 250, "nf4": 210, "fp8": 210}
 """A multiprocessor decodes a weight in the time in which it multiplies so many rows by it, by format."""
 
 

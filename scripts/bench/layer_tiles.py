@@ -77,9 +77,10 @@ def _all_sizes(cfg: Mapping[str, int], rows: Sequence[int]) -> list[Sizes]:
 
 def other_tiles(description: Mapping[str, Any], cfg: Mapping[str, int], rows: Sequence[int] = ()) -> bool:
     """Whether a kernel has tiles that its product does not take in a layer of these sizes; False without tiles, and for
-    fp8, whose tiles no size chooses. rows: numbers of rows that it may have besides T K, as with a router that drops some."""
+    fp8 and stored weights, which have rules of their own. rows: numbers of rows that it may have besides T K, as with a router
+    that drops some."""
     defines = description.get("defines", {})
-    if "BN" not in defines or "FP8" in defines or not set("TdnEK") <= cfg.keys():
+    if "BN" not in defines or {"FP8", "STORED"} & defines.keys() or not set("TdnEK") <= cfg.keys():
         return False
     if _is_of_ampere(description):  # whose tiles no size chooses
         return defines["BN"] not in {config.tile_n for config in (*AMPERE.tiles.values(), FACTORS[AMPERE])}

@@ -1,5 +1,6 @@
 """The tables that are plain columns of a results file: one entry each, by the name of its marker."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from blazeproto.gemm.recipe import FP8
@@ -65,6 +66,19 @@ def trained_with_factors(record: Record) -> list[Record]:
         for name, label in LORA.items()
         if row.get(f"{name}_fwdbwd_ms")
     ]
+
+
+def stored_layers(part: str) -> Callable[[Record], list[Record]]:
+    """The rows of a part of stored.json, each with a label."""
+
+    def rows(record: Record) -> list[Record]:
+        return [
+            row
+            | {"label": f"({', '.join(map(str, row['cfg'].values()))})", "how": f"{row['format']}, {row['backend']}"}
+            for row in record.get(part, [])
+        ]
+
+    return rows
 
 
 def rounded_layers(record: Record) -> list[Record]:
@@ -288,6 +302,45 @@ TABLES = {
         ],
         rows=trained_with_factors,
         packages=("torch", "transformers", "peft"),
+    ),
+    "stored": Table(
+        "stored",
+        [
+            ("layer (T, d, n, E, K)", "label"),
+            ("format, backend", "how"),
+            ("bf16, ms", "bf16_ms", 2),
+            ("stored, ms", "stored_ms", 2),
+            ("stored / bf16", "stored_ms / bf16_ms", 2),
+            ("weights, MiB: bf16", "bf16_weights_MiB", 0),
+            ("stored", "stored_weights_MiB", 0),
+            ("peak beside them, MiB: bf16", "bf16_peak_MiB", 0),
+            ("stored", "stored_peak_MiB", 0),
+        ],
+        rows=stored_layers("training"),
+    ),
+    "stored_few": Table(
+        "stored",
+        [
+            ("layer (T, d, n, E, K)", "label"),
+            ("format, backend", "how"),
+            ("bf16, µs", "bf16_us", 1),
+            ("stored, µs", "stored_us", 1),
+            ("stored / bf16", "stored_us / bf16_us", 2),
+        ],
+        rows=stored_layers("few"),
+    ),
+    "finetune_stored": Table(
+        "finetune_stored",
+        [
+            ("model", "model"),
+            ("backend", "backend"),
+            ("tokens", "tokens", 0),
+            ("loss, first step", "first_loss", 2),
+            ("last", "last_loss", 2),
+            ("tokens/s", "tokens_per_s", 0),
+            ("peak allocated, GiB", "allocated_GiB", 1),
+            ("reserved, GiB", "reserved_GiB", 1),
+        ],
     ),
     "attention_tiles": Table(
         "attention_tiles",
