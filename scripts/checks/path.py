@@ -37,6 +37,8 @@ from scripts.command import argument_parser
 
 OTHERS = {
     "fp8": {"gemm/e4m3.py", "gemm/recipe.py", "gemm/cuda/fp8.cuh"},
+    "stored weights": {"gemm/stored.py", "gemm/cuda/quantized.cuh"}
+    | {f"gemm/cuda/{name}.cuh" for name in ("decoders", "stored", "nibbles", "mxfp4", "int4", "nf4", "e4m3")},
     "LoRA": {"autograd/low_rank.py"},
     "distributed": {"autograd/ranks.py"},
     "lab": {"gemm/cuda/timeline.cuh"},
