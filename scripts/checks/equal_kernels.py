@@ -85,7 +85,8 @@ def described_in_results() -> list[identity.Description]:
 
 
 def extended(table: dict[str, Any], old: Side, new: Side) -> dict[str, Any]:
-    """The table with the identities of old kernels whose code a new one has; what it led to before leads there too."""
+    """The table with the identities of old kernels whose code a new one has; what it led to before leads there too. And "ended": of
+    those whose code is no more."""
     equal, described = dict[str, str](), dict[str, Any]()
     for name, kernel in old.items():
         if found := [each for each in new if new[each]["code"] == kernel["code"] and name not in new]:
@@ -95,7 +96,9 @@ def extended(table: dict[str, Any], old: Side, new: Side) -> dict[str, Any]:
             described |= {} if str(now) == str(kernel["described"]) else {today: now}  # the order of macros counts
     kernels = {name: equal.get(today, today) for name, today in table["kernels"].items()} | equal
     described |= {name: each for name, each in table["descriptions"].items() if name in kernels.values()}
-    return table | {"kernels": dict(sorted(kernels.items())), "descriptions": dict(sorted(described.items()))}
+    ended = sorted({*table.get("ended", ()), *old.keys() - equal.keys() - new.keys()})
+    tables = {"kernels": dict(sorted(kernels.items())), "descriptions": dict(sorted(described.items()))}
+    return table | tables | {"ended": ended}
 
 
 def main() -> None:
