@@ -277,8 +277,8 @@ CEILINGS = {
     "blazeproto/integrations/**/*.py": 378,
     "blazeproto/lab/**/*.py": 2921,
     "ptxsim/*.py": 2947,
-    "scripts/**/*.py": 8677,
-    "tests/**/*.py ptxsim/tests/**/*.py": 23486,
+    "scripts/**/*.py": 8679,
+    "tests/**/*.py ptxsim/tests/**/*.py": 23487,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 6534,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in
