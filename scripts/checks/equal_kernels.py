@@ -85,8 +85,8 @@ def described_in_results() -> list[identity.Description]:
 
 
 def extended(table: dict[str, Any], old: Side, new: Side) -> dict[str, Any]:
-    """The table with the identities of old kernels whose code a new one has; what it led to before leads there too. And "ended":
-    of those whose code is no more."""
+    """The table with the identities of old kernels whose code a new one has; what it led to before leads there too. "ended"
+    lists the other old kernels."""
     equal, described = dict[str, str](), dict[str, Any]()
     for name, kernel in old.items():
         if found := [each for each in new if new[each]["code"] == kernel["code"] and name not in new]:
