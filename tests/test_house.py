@@ -278,7 +278,7 @@ CEILINGS = {
     "blazeproto/lab/**/*.py": 2921,
     "ptxsim/*.py": 2947,
     "scripts/**/*.py": 8679,
-    "tests/**/*.py ptxsim/tests/**/*.py": 23487,
+    "tests/**/*.py ptxsim/tests/**/*.py": 23488,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 6534,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in
