@@ -48,6 +48,11 @@ class Storage(NamedTuple):
         return ELEMENTS.get(self.format) or ELEMENTS["e4m3"]
 
     @property
+    def lines(self) -> int:
+        """Lines of 64 numbers that a warp of decoders stores at a time."""
+        return 256 // self.element.bits
+
+    @property
     def macros(self) -> dict[str, int | str]:
         """The macros of cuda/stored.cuh."""
         blocks = {"BLOCK_ROWS": self.rows, "BLOCK_COLUMNS": self.columns}
