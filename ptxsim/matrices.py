@@ -121,10 +121,10 @@ def matrix_addresses(lane_addresses: np.ndarray, count: int, transposed: bool) -
 
 
 @np.errstate(all="ignore")
-def multiply(a: np.ndarray, b: np.ndarray, c: np.ndarray | None) -> np.ndarray:
-    """A B^T + C, fp32 (64, N), of wgmma.mma_async.m64nNk16.f32.bf16.bf16 (PTX ISA 9.7.15.5.2).
+def multiply(a: np.ndarray, b: np.ndarray, c: np.ndarray | None, kind: str = "bf16") -> np.ndarray:
+    """A B^T + C, fp32 (64, N), of wgmma.mma_async.m64nNk16.f32.bf16.bf16, or .f16.f16 (PTX ISA 9.7.15.5.2).
 
-    a: (64, 16), b: (N, 16), bf16's bits as uint16.  c: (64, N) fp32, or None for zeros.
+    a: (64, 16), b: (N, 16), the bits of bf16 or f16, which is ``kind``, as uint16.  c: (64, N) fp32, or None for zeros.
 
     Sums are made in float64, which holds them exactly where no addend is 2^24 times another, and rounded once, to nearest. So a
     sum that fp32 holds is exact, and the bits are the same with every BLAS. A Hopper GPU aligns the 16 products and c to the
@@ -134,7 +134,7 @@ def multiply(a: np.ndarray, b: np.ndarray, c: np.ndarray | None) -> np.ndarray:
     The two may differ by 11.5 * 2^-24 of |A| |B|^T + |C|, summed over all of K, for each wgmma that adds to a sum: 2^-25 for each
     of 17 addends that the GPU cuts off, 2^-23 for its sum, 2^-24 for the rounding here.
     """
-    product = _wide(a) @ _wide(b).T
+    product = _wide(a, kind) @ _wide(b, kind).T
     if c is not None:
         product += c
     result = product.astype(np.float32)
@@ -162,6 +162,7 @@ def multiply_in_14_bits(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarr
     return np.where(np.isnan(result), NAN, result)
 
 
-def _wide(words: np.ndarray) -> np.ndarray:
-    """bf16's bits as float64."""
-    return (words.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+def _wide(words: np.ndarray, kind: str) -> np.ndarray:
+    """The bits of bf16 or f16 as float64."""
+    numbers = words.view(np.float16) if kind == "f16" else (words.astype(np.uint32) << 16).view(np.float32)
+    return numbers.astype(np.float64)

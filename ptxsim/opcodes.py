@@ -36,7 +36,7 @@ OPCODES = re.compile(
             r"cp\.async\.bulk\.tensor\.[1-5]d\.global\.shared::cta(\.tile)?\.bulk_group(\.L2::cache_hint)?",
             r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.bf16\.bf16\.f32",
             r"wgmma\.(fence|commit_group|wait_group)\.sync\.aligned",
-            r"wgmma\.mma_async\.sync\.aligned\.m64n\d+(k16\.f32\.bf16\.bf16|k32\.f32\.e4m3\.e4m3)",
+            r"wgmma\.mma_async\.sync\.aligned\.m64n\d+(k16\.f32\.(bf16\.bf16|f16\.f16)|k32\.f32\.e4m3\.e4m3)",
         )
     )
 )

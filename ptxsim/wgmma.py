@@ -95,10 +95,11 @@ def _wait(instruction: Statement, step: Compiled) -> Run:
 
 
 def _multiply(instruction: Statement, step: Compiled) -> Run:
-    """§9.7.15.5.2 wgmma.mma_async of bf16 or e4m3, which lies K-major, both operands in shared memory"""
+    """§9.7.15.5.2 wgmma.mma_async of bf16, f16 or e4m3, which lies K-major, both operands in shared memory"""
     d, a, b, scale_d, *immediates = instruction.operands
+    kind = instruction.words[-1]
     word, multiplied = (
-        (UINT8, matrices.multiply_e4m3) if instruction.words[-1] == "e4m3" else (UINT16, matrices.multiply)
+        (UINT8, matrices.multiply_e4m3) if kind == "e4m3" else (UINT16, partial(matrices.multiply, kind=kind))
     )
     depth = BYTES // word.itemsize
     scale_a, scale_b, *transposed = (one.value for one in immediates)  # type: ignore[union-attr]

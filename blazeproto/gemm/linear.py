@@ -27,6 +27,7 @@ from blazeproto.gemm.product import (
     Sizes,
     Variant,
     build_of,
+    fp16_macros,
     quantized_kernel,
     tiled_kernel,
     variants,
@@ -38,6 +39,7 @@ from blazeproto.gemm.tiles import (
     CANDIDATES,
     E4M3,
     FACTOR_ROWS,
+    FP16,
     SLAB,
     WIDTHS,
     Element,
@@ -249,6 +251,7 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
         B_MN=variant.transposed,
         HAS_BIAS=variant.bias,
         FUSED_COMBINE=variant.fused * (1 if variant.scores else 2),
+        **fp16_macros(variant),
         low_rank=variant.low_rank,
         arch=variant.arch,
     )
@@ -281,14 +284,16 @@ def launch(
     out: Any,
     config: TileConfig | None = None,
     name: str = "",
+    row_scales: int = 0,
 ) -> None:
     """`grouped_mm` of arrays that have been checked, or of quantized ones. columns: of the output, default all.
-    low: added to them.  name: of the product, where its weights do not say which it is."""
+    low: added to them.  name: of the product, where its weights do not say which it is.  row_scales: where fp32 numbers lie that
+    the output's rows are multiplied by; rows and weights are fp16 then."""
     if not at.num_rows:
         return
     _, outer, inner = shape = shape_of(weights)
     first, count = (0, inner if transposed else outer) if columns is None else (columns.start, len(columns))
-    element = element_of(a)
+    element = FP16 if row_scales else element_of(a)
     config = tiles(config, transposed, count, element, at.arch)
     variant = Variant(gather, transposed, bias is not None, rank=rank_of(low), element=element, arch=at.arch)
     made = plan(at.where, shape, count, variant, config, build_of(name or name_of(transposed)))
@@ -296,7 +301,9 @@ def launch(
     weights_at = address(weights) + element.bits // 8 * first * (1 if transposed else inner)
     maps: tuple[int, ...] = (weights_at, out_at) if gather else (a_at, weights_at, out_at)
     maps += low_maps(low, first * (1 if transposed else rank_of(low)))
-    addresses = words(at, config=config, source=a_at if gather else 0, out0=out_at, bias=bias, first_column=first)
+    addresses = words(
+        at, config=config, source=a_at if gather else 0, out0=out_at, bias=bias, first_column=first, scores=row_scales
+    )
     addresses += scales(a, weights, None, None, None, first=first // BLOCK * blocks(inner))
     driver.launch(*made.fill(maps, addresses), at.stream)
 

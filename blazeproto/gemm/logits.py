@@ -1,12 +1,20 @@
-"""The kernel of a router's logits (cuda/logits.cu), for `blazeproto.router.logits_product`: rows times one matrix, in fp32."""
+"""A router's products: its logits (cuda/logits.cu), for `blazeproto.router.logits_product`, rows times one matrix, in fp32; and
+backward in fp16, by the kernels of an expert's dX and dW (linear.py, weight.py).
+
+    dX[t] = s_t Σ_e half(F_e dL[t, e] / s_t) half(W[e] / F_e)            s_t, F_e powers of two that make the largest element of
+    dW[e] = 1/F_e Σ_t half(F_e dL[t, e] / s_t) half(f s_t x[t]) / f      a row at least 2^14, less than 2^15; f of cuda/fp16.cuh
+"""
 
 from functools import cache, lru_cache
+from typing import Any
 
+from blazeproto.dispatch.structures import Addresses
+from blazeproto.gemm import linear, weight
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.launch import Plan, num_sms
-from blazeproto.gemm.product import PLAIN, SHAPES, build_of, tiled_kernel
+from blazeproto.gemm.product import PLAIN, SHAPES, Variant, build_of, tiled_kernel
 from blazeproto.gemm.rows import ROWS_PARAMS, rows_plan
-from blazeproto.gemm.tiles import BM, TileConfig
+from blazeproto.gemm.tiles import BM, FP16, TileConfig, tiles_for
 from blazeproto.runtime import driver
 from blazeproto.runtime.arch import AMPERE, HOPPER, Arch, arch_on
 
@@ -14,6 +22,9 @@ from blazeproto.runtime.arch import AMPERE, HOPPER, Arch, arch_on
 WIDTHS = {1: (128, 64), 2: (256, 128, 64)}
 AMPERE_WIDTH = 128
 SEGMENT = 8  # stages that a tensor core adds up: 512 elements
+LONGEST_SUM = 2**16  # tokens that it adds up for dW in bf16: what it cuts off is below 2^-11 of what it adds up
+UP_ROWS = "up_backward_act"
+FP16_WEIGHT = Variant(transposed=True, f32=True, element=FP16)
 
 
 def kernel(width: int, parts: int, arch: Arch = HOPPER) -> Kernel:
@@ -35,6 +46,10 @@ def kernel(width: int, parts: int, arch: Arch = HOPPER) -> Kernel:
 def kernels() -> list[Kernel]:
     """All of them."""
     of_hopper = [kernel(width, parts) for parts, widths in WIDTHS.items() for width in widths]
+    of_hopper += [
+        linear.kernel(tiles_for(UP_ROWS, width), Variant(transposed=True, element=FP16)) for width in (256, 192)
+    ]
+    of_hopper += [weight.kernel(backward_tiles(width), FP16_WEIGHT) for width in (256, 128)]
     return of_hopper + [kernel(AMPERE_WIDTH, parts, AMPERE) for parts in WIDTHS]
 
 
@@ -76,3 +91,36 @@ def launch(
         driver.launch(
             *_plan(num_rows, columns, reduction, parts, device, arch_on(device)).fill((x, weight), words), stream
         )
+
+
+# --- Backward --------------------------------------------------------------------------------------------------------------
+
+
+def backward_tiles(columns: int) -> TileConfig:
+    """Those of dW."""
+    return TileConfig(tile_n=256 if columns > 128 else 128, cluster=2, deferred=False)
+
+
+def backward_parts(num_rows: int, columns: int, reduction: int, device: int) -> int:
+    """Launches that `backward_weight` takes, for this many tokens, experts and elements of x, so that no sum is too long."""
+    tiles = -(-reduction // (2 * BM)) * -(-columns // backward_tiles(columns).tile_n)
+    return -(-num_rows * tiles // (LONGEST_SUM * max(num_sms(device) // 2, 1)))
+
+
+def backward_rows(halves: Any, weights: Any, scales: Any, at: Addresses, out: Any) -> None:
+    """out (T, d) bf16 = scales (T,) fp32 times halves (T, E) weights (1, E, d), both fp16."""
+    linear.launch(halves, weights, at, transposed=True, out=out, row_scales=scales.data_ptr())
+
+
+def backward_workspace(num_rows: int, columns: int, reduction: int, device: int) -> int:
+    """fp32 elements of the workspace of `backward_weight`."""
+    where, shape = (num_rows, 1, device), (1, columns, reduction)
+    return weight.workspace_elements(weight.ROUTER, where, shape, backward_tiles(columns))
+
+
+def backward_weight(
+    halves: Any, x: Any, scales: Any, at: Addresses, out: Any, workspace: Any, accumulate: bool = False
+) -> None:
+    """out (1, E, d) fp32 = halves (T, E)^T, fp16, times scales (T to the next multiple of 64,) times x (T, d) bf16."""
+    options = {"gather": False, "f32": True, "config": backward_tiles(halves.shape[1]), "row_scales": scales.data_ptr()}
+    weight.launch(weight.ROUTER, x, halves, at, dw=out, workspace=workspace, accumulate=accumulate, **options)

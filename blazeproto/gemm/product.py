@@ -20,7 +20,19 @@ from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.e4m3 import scales_shape
 from blazeproto.gemm.recipe import RECIPES, Recipe, name_of
 from blazeproto.gemm.specification import Specification
-from blazeproto.gemm.tiles import BF16, BK, BM, DEVICE_CONSTANTS, E4M3, QUANTIZED, SLAB, WARPGROUP, Element, TileConfig
+from blazeproto.gemm.tiles import (
+    BF16,
+    BK,
+    BM,
+    DEVICE_CONSTANTS,
+    E4M3,
+    FP16,
+    QUANTIZED,
+    SLAB,
+    WARPGROUP,
+    Element,
+    TileConfig,
+)
 from blazeproto.runtime import checks
 from blazeproto.runtime.arch import AMPERE, HOPPER, Arch
 from blazeproto.runtime.arrays import ITEM_BYTES
@@ -302,6 +314,11 @@ def _kernel_of_ampere(
     options = tuple(f"-D{macro}" for macro in build.debug)
     path = f"{AMPERE.folder}/{file}"
     return Kernel(path, entry, defines, AMPERE.smem_limit, threads, None, options, build.sources, AMPERE)
+
+
+def fp16_macros(variant: Variant, **more: bool) -> dict[str, bool]:
+    """Further macros, with ``more``, of the kernels of fp16 operands."""
+    return {"FP16": True, **more} if variant.element is FP16 else {}
 
 
 def quantized_kernel(

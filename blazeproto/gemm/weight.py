@@ -30,6 +30,7 @@ from blazeproto.gemm.product import (
     Sizes,
     Variant,
     build_of,
+    fp16_macros,
     tiled_kernel,
     variants,
 )
@@ -41,6 +42,7 @@ from blazeproto.gemm.tiles import (
     CANDIDATES,
     E4M3,
     FACTOR_GRADIENT,
+    FP16,
     SLAB,
     TILES,
     WARPGROUP,
@@ -54,6 +56,8 @@ from blazeproto.runtime.arrays import current_device, view
 from blazeproto.runtime.libraries import in_host_memory
 
 DOWN, UP = "down_backward_weight", "up_backward_weight"
+ROUTER = "router_backward_weight"
+"""UP's sum for one expert and fp16 rows, dW (1, E, d) = Σ dL_t^T x_t (cuda/fp16.cuh); logits.py launches it."""
 GATHERED = Variant(True)
 WORKSPACE_PART = 0.2  # of a weight gradient and its ordered rows
 LEAST_UNITS = 0.4  # of the clusters
@@ -78,6 +82,7 @@ WEIGHT_PARAMS = Params(
     ),
     numbers=("experts", "gathered_width", "ordered_width", "accumulate", "units"),
 )
+FP16_WEIGHT_PARAMS = WEIGHT_PARAMS._replace(words=(*WEIGHT_PARAMS.words, "row_scales"))
 
 
 def down_formula(m: Any, d_out: Any, a_scaled: Any, *, gather: bool = True) -> Any:
@@ -214,6 +219,7 @@ def kernel(config: TileConfig | None = None, variant: Variant = GATHERED, build:
         return weight_fp8.kernel(config, variant, build)
     config = config or table_of(variant.arch)[UP if variant.transposed else DOWN]
     macros = {"GATHER": variant.gather, "TRANSPOSED": variant.transposed, "OUT_F32": variant.f32}
+    macros |= fp16_macros(variant, CONVERTS=True)
     options: dict[str, Any] = {"cluster_widths": (128, 256), "widths": (64, 128, 256), "arch": variant.arch}
     return tiled_kernel("weight.cu", "weight_gradient", config, build, **options, **macros)
 
@@ -231,7 +237,7 @@ def sum_kernel(tile_n: int, sources: Path | None = None) -> Kernel:
 def _widths(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
     """Widths of the gathered and of the ordered rows of a weight gradient of ``shape``."""
     _, outer, inner = shape
-    return (inner, outer) if name == UP else (outer, inner)
+    return (outer, inner) if name == DOWN else (inner, outer)
 
 
 def _tiles(config: TileConfig, experts: int, d: int, width: int) -> int:
@@ -252,8 +258,10 @@ def _unit_bytes(config: TileConfig) -> int:
 def _units(name: str, where: tuple[int, int, int], shape: tuple[int, ...], config: TileConfig) -> int:
     """Slices that a weight gradient may be cut into (weight_schedule.cuh): one a cluster of CTAs, if their partials take no
     more than WORKSPACE_PART of the gradient and its ordered rows, for there a layer's memory may peak. None, 0, if
-    they would be too few to gain anything, or if the whole tiles of one expert keep the clusters busy."""
+    they would be too few to gain anything, or if the whole tiles of one expert keep the clusters busy. A router's: one each."""
     (num_rows, _, device), experts = where, shape[0]
+    if name == ROUTER:
+        return num_sms(device) // config.cluster
     d, width = _widths(name, shape)
     clusters = persistent_grid(device, config.cluster, _tiles(config, experts, d, width)) // config.cluster
     tiles = _tiles(config, 1, d, width)
@@ -299,10 +307,10 @@ def _plan(
     out = None if variant.f32 else dense_box((inner, outer, experts), (SLAB, SLAB, 1))
     gradient = Plan(
         kernel(config, variant, build),
-        WEIGHT_PARAMS,
+        FP16_WEIGHT_PARAMS if element is FP16 else WEIGHT_PARAMS,
         (ordered, in_order, out),
         (experts, d, width, int(accumulate), units),
-        grid=persistent_grid(device, config.cluster, _tiles(config, experts, d, width)),
+        grid=persistent_grid(device, config.cluster, max(units, _tiles(config, experts, d, width))),
         device=device,
     )
     sum_numbers = (units, config.cluster, d, width, int(variant.transposed), int(variant.f32), int(accumulate))
@@ -322,12 +330,14 @@ def launch(
     accumulate: bool = False,
     workspace: Any = None,
     config: TileConfig | None = None,
+    row_scales: int = 0,
 ) -> None:
-    """Either product (``name``) of arrays that have been checked. rows: the gathered operand, or, with gather False, in order.
-    f32: whether dw is.  workspace: None makes every tile whole."""
+    """Either product (``name``), or a router's, of arrays that have been checked. rows: the gathered operand, or, with gather
+    False, in order.  f32: whether dw is.  workspace: None makes every tile whole.  row_scales: of a router, their address."""
     config = config or table_of(at.arch)[name]
     units = 0 if workspace is None or at.arch is not HOPPER else _units(name, at.where, dw.shape, config)
-    variant, build = Variant(gather, name == UP, f32=f32, arch=at.arch), build_of(name)
+    element = FP16 if row_scales else BF16
+    variant, build = Variant(gather, name != DOWN, f32=f32, element=element, arch=at.arch), build_of(name)
     gradient, summing, sum_grid, numbers = _plan(at.where, dw.shape, accumulate, units, variant, config, build)
     rows_at, ordered_at, dw_at = rows.data_ptr(), ordered.data_ptr(), dw.data_ptr()
     unfinished = workspace.data_ptr() if units else 0
@@ -335,10 +345,11 @@ def launch(
     by_rows = (ordered_at,) if gather else (ordered_at, rows_at)
     maps = (*(by_rows if at.num_rows else ()), *(() if f32 else (dw_at,)))
     inputs = (rows_at, ordered_at, *at.pair_to_token, at.expert_token_offsets)
-    driver.launch(*gradient.fill(maps, (*inputs, dw_at if f32 else 0, unfinished, partials)), at.stream)
+    words = (*inputs, dw_at if f32 else 0, unfinished, partials, *((row_scales,) if row_scales else ()))
+    driver.launch(*gradient.fill(maps, words), at.stream)
     if units:
-        words = (unfinished, partials, dw_at, *numbers)
-        driver.launch(summing.handle(at.device), sum_grid, SUM_THREADS, 0, at.stream, words)
+        summed = (unfinished, partials, dw_at, *numbers)
+        driver.launch(summing.handle(at.device), sum_grid, SUM_THREADS, 0, at.stream, summed)
 
 
 def _kernels(name: str) -> list[Kernel]:

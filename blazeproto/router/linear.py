@@ -4,7 +4,10 @@ A product of two bf16 numbers is exact in fp32, and a number in fp32 is the sum 
 operand becomes two bf16 ones (logits_kernels.py has the formulas).
 
     forward     x (high W + low W)^T                       gemm/cuda/logits.cu; its high part alone for a weight in bf16
-    backward    dX = [high dL | low dL] [W; W]             gemm/cuda/linear.cu; dL: the gradient of the logits, fp32
+    backward    dX = dL W                                  fp16 rows and scales (gemm/logits.py), for a weight in bf16 on a Hopper
+                dW = dL^T x                                GPU and E a multiple of 8; dL: the gradient of the logits, fp32
+
+                dX = [high dL | low dL] [W; W]             gemm/cuda/linear.cu, elsewhere
                 dW = [high dL | low dL]^T x                cuBLAS, in parts of LONGEST_SUM tokens: tensor cores cut the low bits
                                                            off their running sums, which shows after some thousand terms
 
@@ -29,11 +32,12 @@ from blazeproto.autograd.backends import has_dispatch_kernels
 from blazeproto.autograd.operators import Gradients, define, without_autocast
 from blazeproto.autograd.private import unobserved
 from blazeproto.dispatch.structures import addresses_of_rows
-from blazeproto.gemm.tiles import ALIGNMENT, CHUNK
+from blazeproto.gemm.tiles import ALIGNMENT, BK, CHUNK
 from blazeproto.router import fallback
-from blazeproto.router.logits import finish_kernel, multiply, split_kernel, units_of
+from blazeproto.router.logits import finish_kernel, halve_kernel, multiply, split_kernel, units_of
 from blazeproto.router.public import place_of
 from blazeproto.router.topk import MAX_EXPERTS
+from blazeproto.runtime.arch import HOPPER, arch_on
 
 LONGEST_SUM = 4096  # tokens that tensor cores add up at once
 PARTS_AT_ONCE = 64  # of the sum over tokens, whose results are in memory together
@@ -172,6 +176,8 @@ def router_logits_backward(
             if needs_weight:
                 d_weight = (d_logits.t() @ x.to(d_logits.dtype)).to(weight.dtype)
             return d_x, d_weight
+        if _in_fp16(x, weight):
+            return _backward_in_fp16(needs, _aligned(d_logits), x, weight, logits)
         wide = weight.dtype == torch.float32
         parts = 3 if wide else 2
         split = x.new_empty(len(x), parts * num_experts)
@@ -184,6 +190,37 @@ def router_logits_backward(
             halves = _sum_over_tokens(split[:, : 2 * num_experts], x)
             d_weight = (halves[:num_experts] + halves[num_experts:]).to(weight.dtype)
     return d_x, d_weight
+
+
+def _in_fp16(x: Tensor, weight: Tensor) -> bool:
+    """Whether one pass over fp16 rows makes each gradient. By widths and types: a token's dX depends on no number of tokens."""
+    return weight.dtype == torch.bfloat16 and len(weight) % CHUNK == 0 and arch_on(x.get_device()) is HOPPER
+
+
+def _backward_in_fp16(needs: Sequence[bool], d_logits: Tensor, x: Tensor, weight: Tensor, logits: Tensor) -> Gradients:
+    """`router_logits_backward` by the formulas of gemm/logits.py."""
+    from blazeproto.gemm.logits import backward_parts, backward_rows, backward_weight, backward_workspace
+
+    (num_rows, num_experts), place, weight = d_logits.shape, place_of(x), _aligned(weight)
+    halves, half_weight = (torch.empty_like(t, dtype=torch.float16) for t in (d_logits, weight))
+    factors, scales = (d_logits.new_empty(-(-rows // BK) * BK) for rows in (num_experts, num_rows))
+    halve_kernel(x.shape[1], False).over(num_experts, place, (weight, logits, factors), made=(half_weight, factors))
+    halve_kernel(num_experts, True).over(num_rows, place, (d_logits, logits, factors), made=(halves, scales))
+    sizes = num_rows, num_experts, x.shape[1], place[0]
+    parts = backward_parts(*sizes)
+    rows = num_rows if parts == 1 else -(-num_rows // (parts * BK)) * BK
+    offsets = torch.arange(0, num_rows + rows, rows, dtype=torch.int32, device=x.device)
+    offsets = offsets if parts == 1 else offsets.clamp_(max=num_rows)
+    x = _aligned(x) if needs[1] else x
+    d_x = x.new_empty(x.shape) if needs[0] else None
+    sums, workspace = d_logits.new_empty(1, *weight.shape), d_logits.new_empty(backward_workspace(*sizes) * needs[1])
+    for part in range(len(offsets) - 1):
+        at = addresses_of_rows(num_rows, offsets.data_ptr() + offsets.itemsize * part, *place)
+        if d_x is not None:
+            backward_rows(halves, half_weight[None], scales, at, d_x)
+        if needs[1]:
+            backward_weight(halves, x, scales, at, sums, workspace, part > 0)
+    return d_x, torch.div(sums[0], factors[:num_experts, None], out=torch.empty_like(weight)) if needs[1] else None
 
 
 def _sum_over_tokens(split: Tensor, x: Tensor) -> Tensor:

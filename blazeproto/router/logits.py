@@ -11,8 +11,9 @@ from typing import Any
 from blazeproto.gemm.tiles import ALIGNMENT, CHUNK
 from blazeproto.router.losses import lanes_of
 from blazeproto.router.public import Place, RowKernel, public
-from blazeproto.router.topk import MAX_EXPERTS
+from blazeproto.router.topk import MAX_EXPERTS, power_of_two
 from blazeproto.runtime import checks
+from blazeproto.runtime.warp import WARP
 
 THREADS = 256  # of a block
 MAX_BLOCKS = 132 * 16
@@ -53,6 +54,23 @@ def split_kernel(num_experts: int, parts: int) -> RowKernel:
         min_blocks=4,
         num_experts=num_experts,
         parts=parts,
+    )
+
+
+@lru_cache(maxsize=256)
+def halve_kernel(columns: int, gradient: bool) -> RowKernel:
+    """`halve_kernels.halve_rows`."""
+    from blazeproto.router import halve_kernels
+
+    return RowKernel(
+        halve_kernels.halve_rows,
+        f"{'float32' if gradient else 'uint16'}* float32* float32* uint32* float32* int64",
+        threads=THREADS if gradient else WARP,
+        most_blocks=MAX_BLOCKS,
+        min_blocks=4,
+        lanes=min(WARP, power_of_two(columns // CHUNK)),
+        columns=columns,
+        gradient=gradient,
     )
 
 

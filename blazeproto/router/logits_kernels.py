@@ -6,7 +6,8 @@ An fp32 number is the sum of two bf16 numbers but for 2^-16 of it, and tensor co
     dX     = dL W            dL = high + low           →  [high | low] [W; W]
     dW     = dL^T x                                    →  [high | low]^T x = (2 E, d)
 
-where dL, the gradient of the logits, is split by `split_gradient`.
+where dL, the gradient of the logits, is split by `split_gradient`. For a bf16 weight on a Hopper GPU halve_kernels.py has what
+comes before these gradients.
 
 Floor: bytes. `finish_logits` reads T·E fp32 numbers; `split_gradient` reads as many and writes as many bf16 ones a part. At
 T = 32768, E = 128: 17 MB, 4 us.

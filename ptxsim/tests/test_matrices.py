@@ -143,7 +143,15 @@ def check_truncation(m: ModuleType) -> None:
         assert 0.02 < off.max() <= 1
 
 
+def check_fp16(m: ModuleType) -> None:
+    """Numbers that only f16 has, subnormal ones too, whose sums fp32 holds."""
+    a, b = (np.full((rows, 16), value, np.float16) for rows, value in ((64, 1 + 2.0**-10), (8, 2.0**-24)))
+    got = m.multiply(a.view(np.uint16), b.view(np.uint16), None, "f16")
+    assert (got == 16 * (1 + 2.0**-10) * 2.0**-24).all()
+
+
 CHECKS = (
+    check_fp16,
     check_descriptor,
     check_figures,
     check_stages,
@@ -190,7 +198,8 @@ MUTANTS = [
     ("(column, 2 * row)", "(row, 2 * column)"),
     ("reshape(4, 8)", "reshape(8, 4).T"),
     ("product += c", "product -= c"),
-    ("_wide(a) @ _wide(b).T", "(_wide(a).astype(np.float32) @ _wide(b).astype(np.float32).T)"),
+    ("_wide(a, kind) @ _wide(b, kind).T", "(_wide(a, kind).astype(np.float32) @ _wide(b, kind).astype(np.float32).T)"),
+    ('if kind == "f16" else', 'if kind == "f17" else'),
     ("np.copyto(result, NAN, where=np.isnan(result))", "pass"),
 ]
 

@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary
 
 from blazeproto.gemm.compile import Kernel
 from blazeproto.runtime import driver
-from blazeproto.runtime.arch import ARCHES
+from blazeproto.runtime.arch import ARCHES, HOPPER
 from blazeproto.runtime.numba_kernel import NumbaKernel, source_files
 from scripts.bench.layer_tiles import has_other_tiles
 
@@ -99,7 +99,7 @@ def made_again(description: Description) -> Kernel | NumbaKernel:
     given = dict(description)
     if "file" in given:
         folder = given["file"].rpartition("/")[0]
-        arch = next(arch for arch in ARCHES.values() if arch.folder == folder)
+        arch = next((arch for arch in ARCHES.values() if arch.folder == folder), HOPPER)  # distributed's kernels too
         return Kernel(**given | {"options": tuple(given["options"]), "arch": arch})
     module, _, name = given.pop("make").rpartition(".")
     make = getattr(importlib.import_module(module), name)

@@ -93,7 +93,8 @@ def extended(table: dict[str, Any], old: Side, new: Side) -> dict[str, Any]:
             equal[name] = today = (alike or found)[0]
             described |= {} if alike else {today: new[today]["described"]}
     kernels = {name: equal.get(today, today) for name, today in table["kernels"].items()} | equal
-    described |= {name: each for name, each in table["descriptions"].items() if name in kernels.values()}
+    led = {equal.get(name, name): each for name, each in table["descriptions"].items()}
+    described |= {name: each for name, each in led.items() if name in kernels.values() and name not in described}
     return table | {"kernels": dict(sorted(kernels.items())), "descriptions": dict(sorted(described.items()))}
 
 

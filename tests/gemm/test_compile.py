@@ -16,7 +16,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13"
 
 from blazeproto import gemm
 from blazeproto.activations import ACTIVATIONS
-from blazeproto.gemm import compile, nvrtc, tiles, weight_fp8
+from blazeproto.gemm import compile, logits, nvrtc, tiles, weight, weight_fp8
 from blazeproto.gemm.combine import slice_widths
 from blazeproto.gemm.compile import CompileError, Kernel, compile_in_subprocess, compile_many
 from blazeproto.gemm.launch import MAP_BYTES, Params
@@ -34,7 +34,7 @@ from blazeproto.gemm.tiles import (
     tiles_for,
 )
 from blazeproto.gemm.tuned import MEASURED
-from blazeproto.gemm.weight import WEIGHT_PARAMS
+from blazeproto.gemm.weight import FP16_WEIGHT_PARAMS, WEIGHT_PARAMS
 from blazeproto.runtime import cache, driver
 from blazeproto.runtime.arch import AMPERE, HOPPER
 from tests.refusals import refuses
@@ -345,6 +345,7 @@ STRUCTS = {
     "rows": (ROWS_PARAMS, gemm.kernel_for("up_forward")),
     "weights": (WEIGHT_PARAMS, gemm.kernel_for("up_backward_weight")),
     "rows of fp8": (QUANTIZED_ROWS_PARAMS, gemm.kernel_for("down_forward", precision="fp8")),
+    "weights of fp16": (FP16_WEIGHT_PARAMS, weight.kernel(logits.backward_tiles(8), logits.FP16_WEIGHT)),
     "weights of fp8": (weight_fp8.PARAMS, weight_fp8.kernel()),
 }
 

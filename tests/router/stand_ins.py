@@ -1,11 +1,13 @@
 """The fallback in the place of the kernels: for tests of what operators do around a launch."""
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from blazeproto.gemm import logits as gemm_logits
 from blazeproto.router import fallback, linear, losses, ops, pairs
 from blazeproto.router.kinds import GOLDEN
 from blazeproto.router.public import RowKernel
@@ -28,6 +30,7 @@ BY_ROWS: dict[str, Compute] = {  # (constants, numbers, *operands) -> the output
     ),
     "finish_logits": lambda c, _, logits: fallback.finish_logits(logits),
     "split_gradient": lambda c, _, *given: fallback.split_gradient(*given[:2], c["parts"]),
+    "halve_rows": lambda c, _, *given: halve_rows(c["gradient"], *given),
 }
 
 
@@ -38,6 +41,26 @@ def scoring(constants: dict[str, Any]) -> dict[str, Any]:
 
 def groups_of(constants: dict[str, Any]) -> dict[str, int]:
     return {name: constants[name] for name in ("num_groups", "top_groups")}
+
+
+def halve_rows(
+    gradient: bool,
+    rows: torch.Tensor,
+    logits: torch.Tensor,
+    factors: torch.Tensor,
+    made: torch.Tensor,
+    scales: torch.Tensor,
+) -> Tensors:
+    """The twin of `halve_kernels.halve_rows`."""
+    wide, least = rows.float(), 15 if gradient else 117
+    if gradient:
+        wide = (wide * factors[: rows.shape[1]]).masked_fill(logits[:, :1].isnan(), 0)
+    largest = wide.where(wide.isfinite(), 0).abs().amax(1)
+    exponent = (largest.view(torch.int32) >> 23).clamp(min=least)
+    raised, lowered = ((bits << 23).view(torch.float32) for bits in (268 - exponent, exponent - 14))
+    padded = scales.clone() if not gradient else torch.zeros_like(scales)
+    padded[: len(rows)] = lowered.masked_fill(largest == 0, 0) if gradient else lowered
+    return (wide * raised[:, None]).half(), padded
 
 
 def fill(outputs: Sequence[torch.Tensor], made: Any) -> None:
@@ -78,6 +101,30 @@ def play_kernels(patch: pytest.MonkeyPatch) -> set[str]:
         launched.add("up_backward_act")
         return (a.float() @ matrix.float()).bfloat16()
 
+    def rows_of(at: Any) -> slice:
+        return slice(*(ctypes.c_int32 * 2).from_address(at.expert_token_offsets))
+
+    def backward_rows(halves: torch.Tensor, weights: Any, scales: torch.Tensor, at: Any, out: torch.Tensor) -> None:
+        launched.add("backward_rows")
+        rows = rows_of(at)
+        out[rows] = (scales[rows, None].double() * (halves[rows].double() @ weights[0].double())).bfloat16()
+
+    def backward_weight(
+        halves: torch.Tensor, x: Any, scales: torch.Tensor, at: Any, out: torch.Tensor, _: Any, accumulate: bool
+    ) -> None:
+        launched.add("backward_weight")
+        rows = rows_of(at)
+        made = halves[rows].double().t() @ (scales[rows, None].double() * x[rows].double())
+        out[0] = made + (out[0] if accumulate else 0)
+
+    def in_fp16(x: torch.Tensor, weight: torch.Tensor) -> bool:
+        return weight.dtype == torch.bfloat16 and len(weight) % 8 == 0
+
+    patch.setattr(gemm_logits, "backward_parts", lambda num_rows, *_: 1 + num_rows // 64)
+    patch.setattr(linear, "_in_fp16", in_fp16)
+    patch.setattr(gemm_logits, "backward_rows", backward_rows)
+    patch.setattr(gemm_logits, "backward_weight", backward_weight)
+    patch.setattr(gemm_logits, "backward_workspace", lambda *_: 0)
     patch.setattr(RowKernel, "over", over)
     patch.setattr(linear, "multiply", multiply)
     patch.setattr(linear, "_rows_times", rows_times)

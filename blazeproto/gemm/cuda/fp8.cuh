@@ -70,7 +70,7 @@ struct BlockScales {
 };
 
 struct E4m3 {
-    static constexpr bool SCALED = true;
+    static constexpr bool SCALED = true, CONVERTED = false;
     static constexpr int BLOCK = ::BLOCK;
     using Scales = BlockScales;
 };

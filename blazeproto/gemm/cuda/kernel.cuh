@@ -39,6 +39,9 @@
 #if FP8
 #include "fp8.cuh"
 using Element = E4m3;  // of operands
+#elif CONVERTS
+#include "fp16.cuh"
+using Element = ConvertedFp16;
 #else
 using Element = Bf16;
 #endif
@@ -162,6 +165,8 @@ DEVICE void consume(const typename Scheduler::Params& p, const Scheduler& schedu
             multiply(acc, ring, strip, steps, epilogue.block_scales(scheduler.strip_at(position, strip)), p);
             tile = scheduler.strip_at(position, strip);
             look_at(position + 1);
+        } else if constexpr (Element::CONVERTED) {
+            multiply<Producer>(acc, ring, strip, steps, p.row_scales + tile.row);
         } else {
             multiply<Producer>(acc, ring, strip, steps, [&](int left) {
                 parts.run(left);

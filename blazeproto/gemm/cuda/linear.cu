@@ -6,6 +6,8 @@
 //                                                                  order. MoEBlaze section 3.1
 //   up backward, fused    dX[token(r)] += dX~[r]                   FUSED_COMBINE 2: likewise, without S. Section 3.2, step 3
 //
+// FP16 1: rows and weights are fp16, each row of the output is multiplied by a scale: a router's dX.
+//
 //   rows     --TMA or gather-->  A (BM x 64)  \
 //                                               wgmma -> acc (BM x BN) -> slabs --TMA--> out (R, columns)
 //   weights  --TMA------------>  B (BN x 64)  /
@@ -36,6 +38,15 @@ struct LinearEpilogue : PlainEpilogue<Scheduler> {
         return load_bf16x2(p.bias + int64_t(tile.expert) * p.bias_stride + column);
     }
 
+#if FP16
+    float scale[2];  // of this thread's rows
+
+    DEVICE void look_ahead(const RowTile& tile) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) scale[h] = load_f32(p.scores + min(tile.row + strip_row(h), p.rows - 1));
+    }
+#endif
+
     DEVICE void hold(const float (&acc)[BN / 2], const RowTile& tile, const Ring&) {
         if constexpr (FUSED_COMBINE) {
             add_to_tokens(acc, tile);
@@ -43,6 +54,10 @@ struct LinearEpilogue : PlainEpilogue<Scheduler> {
         }
 #pragma unroll
         for (int i = 0; i < BN / 4; ++i) {
+#if FP16
+            out[i] = pack_bf16(acc[2 * i] * scale[i % 2], acc[2 * i + 1] * scale[i % 2]);
+            continue;
+#endif
             const uint32_t bias = bias_pair(tile, tile.column + i / 2 * 8 + threadIdx.x % 4 * 2);
             out[i] = pack_biased(acc[2 * i], acc[2 * i + 1], bias);
         }

@@ -32,7 +32,8 @@
 #include "wgmma.cuh"
 
 // A type of operands: whether blocks of them share scales. E4m3 (fp8.cuh): also a block's width, and the scales of a tile.
-struct Bf16 { static constexpr bool SCALED = false; };
+// CONVERTED: whether A becomes fp16 in its stage (fp16.cuh).
+struct Bf16 { static constexpr bool SCALED = false, CONVERTED = false; };
 
 constexpr int STRIP = WGMMA_M;
 constexpr int CONSUMERS = BM / STRIP;

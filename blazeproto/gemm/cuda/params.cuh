@@ -27,7 +27,7 @@ struct RowsParams {
     const int* offsets;  // (experts + 1,)
     bf16 *out0_rows, *out1_rows;
     const bf16* bias;      // of the first expert's first column
-    const float* scores;   // (pairs,)
+    const float* scores;   // (pairs,); FP16: (rows,), what the output is multiplied by
     float* reduction_out;  // per-row partial sums, or an fp32 output
     uint32_t* tickets;     // a zero that this launch counts its tiles with, and leaves zero
 #if FP8
@@ -58,6 +58,9 @@ struct WeightParams {
     float* out_f32;
     int2* unfinished;  // (units,)
     float4* partials;
+#if FP16
+    const float* row_scales;  // of the gathered rows, powers of two; whole stages of them
+#endif
     int experts, gathered_width, ordered_width, accumulate;
     int units;  // work units, at most; 0: data-parallel, whatever the offsets
 };

@@ -16,6 +16,8 @@
 //
 // weight_schedule.cuh assigns the work. Some of it may be partial tiles, which are left in fp32 for weight_sum.cu to add.
 //
+// FP16 1: the ordered rows are fp16, and each has a scale that its gathered row is multiplied by (fp16.cuh): a router's dW.
+//
 // OUT_F32 1 writes fp32, and with `accumulate` adds to what is there.
 //
 // Floor: max(2 d width R / 785 TFLOP/s, 2 (d T + width R + d width E) bytes / 4.24 TB/s).

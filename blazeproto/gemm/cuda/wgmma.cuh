@@ -1,4 +1,5 @@
-// wgmma: D (64 x N fp32, registers) += A (64 x 16 bf16, shared) * B (16 x N bf16, shared), and its matrix descriptors.
+// wgmma: D (64 x N fp32, registers) += A (64 x 16 bf16, shared) * B (16 x N bf16, shared), and its matrix descriptors. With FP16,
+// operands are fp16.
 //
 // Both operands lie in shared memory in rows of 128 bytes with the 128-byte swizzle (16-byte chunk c of row r at c ^ (r % 8)):
 //
@@ -62,13 +63,19 @@ DEVICE void pin_registers(float (&d)[COUNT]) {
     "%109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, "    \
     "%123, %124, %125, %126, %127"
 
+#if FP16
+#define MULTIPLIED ".f16.f16"
+#else
+#define MULTIPLIED ".bf16.bf16"
+#endif
+
 // TRANSPOSE_A, TRANSPOSE_B: 1 where that operand lies MN-major. accumulate: 0 starts from zero instead of d.
 // COUNT: accumulators of a thread, half as many as columns; further numbers are the places of the other operands.
 #define WGMMA(COLUMNS, COUNT, A, B, ACCUMULATE, T_A, T_B)                                                            \
     template <int TRANSPOSE_A, int TRANSPOSE_B>                                                                      \
     DEVICE void wgmma(float (&d)[COUNT], uint64_t a, uint64_t b, int accumulate) {                                   \
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #ACCUMULATE ", 0;\n"                                      \
-                     "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32.bf16.bf16 {" PLACES##COUNT "}, %" #A      \
+                     "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32" MULTIPLIED " {" PLACES##COUNT "}, %" #A  \
                      ", %" #B ", p, 1, 1, %" #T_A ", %" #T_B ";\n}\n"                                                \
                      : ACC##COUNT("+f")                                                                              \
                      : "l"(a), "l"(b), "r"(accumulate), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));                         \

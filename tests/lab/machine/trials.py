@@ -14,7 +14,8 @@ from torch import Tensor
 from blazeproto import router
 from blazeproto.activations import ACTIVATIONS, activation_named
 from blazeproto.blocksparse import Topology
-from blazeproto.gemm import PRODUCTS, Kernel, Sizes, TileConfig
+from blazeproto.dispatch.structures import addresses_of_rows
+from blazeproto.gemm import PRODUCTS, Kernel, Sizes, TileConfig, logits
 from blazeproto.gemm.arguments import LOW, Array
 from blazeproto.gemm.combine import layout
 from blazeproto.gemm.linear import GROUPED_MM, grouped_mm
@@ -22,8 +23,9 @@ from blazeproto.gemm.specification import Specification
 from blazeproto.lab.accuracy import POOL_ELEMENTS, Bounds, Near, Pool
 from blazeproto.lab.calls import DTYPES, Case, Output, Poisoned
 from blazeproto.lab.oracle import EXACT, YARDSTICK, dispatch_fixed, dispatch_varying, make_case
-from blazeproto.lab.target import Machine, launch
+from blazeproto.lab.target import Machine, hosted, launch
 from blazeproto.runtime.arch import AMPERE, HOPPER, Arch
+from blazeproto.runtime.arrays import view
 from blazeproto.runtime.target import launches_on
 from ptxsim.schedule import Report
 from tests.blocksparse import block_cases
@@ -165,13 +167,15 @@ def _activation(of: Mapping[str, Any]) -> str:
     return next(name for name, own in MACROS.items() if own == macros)
 
 
-def trial_of(kernel: Kernel) -> Trial | Logits | Sparse:
+def trial_of(kernel: Kernel) -> Trial | Logits | RouterGradient | Sparse:
     """A call that launches it, under `kernels_of` its architecture."""
     of: Mapping[str, Any] = kernel.defines
     if kernel.file in ("sdd.cu", "dsd.cu"):
         return Sparse(of)
     if kernel.entry == "logits":
         return Logits(of["BN"], of["WEIGHT_PARTS"], kernel.arch)
+    if "FP16" in of:
+        return RouterGradient(kernel.entry, of["BN"])
     if kernel.entry in _SMALL:
         return _SMALL[kernel.entry](of)
     if kernel.entry == "weight_sum":
@@ -282,6 +286,71 @@ class Logits:
         bad = ~((memory.values.double() - exact).abs() <= (parts * reduction / 16 + 16) * 2.0**-22 * absolute)
         wrong = [f"logits: {int(bad.sum())} beyond their bounds"] if bad.any() else []
         wrong += ["logits: wrote beside them"] if memory.touched().any() else []
+        return wrong + of_reports(machine.reports)
+
+
+def halved(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """As `router.halve_kernels.halve_rows`: fp16 numbers below 2^15, and the power of two of each row, 0 for one of zeros."""
+    largest = rows.abs().amax(1)
+    scales = torch.where(largest > 0, torch.exp2(torch.frexp(largest)[1] - 15.0), 0)
+    return torch.where(largest[:, None] > 0, rows / scales[:, None], 0).half(), scales
+
+
+@dataclass
+class RouterGradient:
+    """`gemm.logits.backward_rows` or, by its kernel's entry, `backward_weight`, of gradients that grow from token to token, so
+    that fp16.cuh lets its factor fall. Every seventh token has none; one of them is infinite in a column of x, which alone is
+    NaN.
+
+    width: of the kernel's tiles.  tokens: several work units' for many.
+    """
+
+    entry: str
+    width: int
+    tokens: int = ROWS
+
+    def run(self, machine: Machine) -> list[str]:
+        """What is wrong with it."""
+        generator = torch.Generator().manual_seed(1)
+        dense = {256: 264, 128: 72, 192: 136}[self.width]
+        experts, d = (dense, 264) if self.entry == "weight_gradient" else (136, self.width + 8)
+        x, weight, gradient = (
+            torch.randn(*shape, generator=generator)
+            for shape in ((self.tokens, d), (experts, d), (self.tokens, experts))
+        )
+        gradient *= torch.exp2(torch.arange(self.tokens)[:, None] * (60 / self.tokens) - 70)
+        gradient[::7], x, weight = 0, x.bfloat16(), weight.half()
+        halves, scales = halved(gradient)
+        rows = halves.double() * scales[:, None].double()
+        weighs = self.entry == "weight_gradient"
+        shape, dtype = ((experts, d), torch.float32) if weighs else ((self.tokens, d), torch.bfloat16)
+        memory = Poisoned(Output("token", shape, dtype), "cpu")
+        memory.poison()
+        exact, absolute = rows.T @ x.double() if weighs else rows @ weight.double(), rows.abs()
+        absolute = absolute.T @ x.double().abs() if weighs else absolute @ weight.double().abs()
+        noise = (halves.double().abs().sum(0)[:, None] * (scales[:, None] * x.float().abs()).max()).double() * 2.0**-32
+        allowed = (self.tokens / 16 + 16) * 2.0**-22 * absolute + (noise if weighs else exact.abs() * 2.0**-8)
+        if weighs:
+            x[7, 5], exact[:, 5] = torch.inf, torch.nan
+        padded = torch.zeros(-(-self.tokens // 64) * 64)
+        padded[: self.tokens] = scales
+        offsets = torch.tensor([0, self.tokens], dtype=torch.int32)
+        with launches_on(machine):
+            views = [
+                view(hosted(t.view(torch.uint16) if t.dtype == torch.float16 else t), "a")
+                for t in (halves, x if weighs else weight[None], padded, offsets, memory.values)
+            ]
+            a, b, c, starts, out = views
+            at = addresses_of_rows(self.tokens, starts.data_ptr(), a.device, 0)
+            if weighs:
+                elements = logits.backward_workspace(*x.shape[:1], experts, d, a.device)
+                workspace = view(machine.empty((elements,), "float32"), "workspace")
+                logits.backward_weight(a, b, c, at, view(hosted(memory.values[None]), "out"), workspace)
+            else:
+                logits.backward_rows(a, b, c, at, out)
+        bad = ~((memory.values.double() - exact).abs() <= allowed) & ~(exact.isnan() & memory.values.isnan())
+        wrong = [f"{self.entry}: {int(bad.sum())} of {bad.numel()} beyond their bounds"] if bad.any() else []
+        wrong += [f"{self.entry}: wrote beside it"] if memory.touched().any() else []
         return wrong + of_reports(machine.reports)
 
 
