@@ -269,7 +269,7 @@ CEILINGS = {
     "blazeproto/runtime/**/*.py": 1068,
     "blazeproto/dispatch/**/*.py": 735,
     "blazeproto/router/**/*.py": 2310,
-    "blazeproto/gemm/**/*.py": 2252,
+    "blazeproto/gemm/**/*.py": 2257,
     "blazeproto/stored/**/*.py": 298,
     "blazeproto/autograd/**/*.py": 1950,
     "blazeproto/blocksparse/**/*.py": 588,
@@ -278,7 +278,7 @@ CEILINGS = {
     "blazeproto/lab/**/*.py": 2921,
     "ptxsim/*.py": 2947,
     "scripts/**/*.py": 8679,
-    "tests/**/*.py ptxsim/tests/**/*.py": 23488,
+    "tests/**/*.py ptxsim/tests/**/*.py": 23514,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 6534,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

@@ -94,8 +94,8 @@ def moe_mlp(
             (E, n, d) for an ungated activation; of x's dtype, or float32, or under autocast of any; cast where it is used. A
             gradient has its weight's dtype, and of a float32 weight it is the float32 sum of the products, never rounded to x's.
             A transposed view of (E, d, 2n), as gpt-oss has it, is read where it lies, and its gradient lies likewise.
-            A frozen `blazeproto.stored.StoredWeight` is decoded expert by expert, in forward and again in backward, or with
-            ``backend="ampere"`` tile by tile. x is then bfloat16, float32 or float64.
+            A frozen `blazeproto.stored.StoredWeight` is decoded in forward and again in backward: by kernels, beside or within
+            the products, or by torch expert by expert. x is then bfloat16, or for torch float32 or float64 too.
         down_proj: (E, d, n), or a transposed view of (E, n, d); of any dtype that gate_up_proj may have; or a `StoredWeight`.
         scores: (T, K) or (P,) when experts per token vary; the router's, differentiable, cast to float32, or float64 with x.
         topk_experts: (T, K) expert ids, int32 or int64, distinct in a row, which ``validate`` checks; (P,) when experts per token

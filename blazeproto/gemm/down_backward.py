@@ -30,11 +30,10 @@ from blazeproto.gemm.rows import (
     element_of,
     h_box,
     low_maps,
-    rank_of,
     rows_plan,
     scales,
     shape_of,
-    storage_of,
+    variant_of,
     words,
 )
 from blazeproto.gemm.specification import Specification, by_tile, low_rank
@@ -210,15 +209,7 @@ def launch(
         element, widths = element_of(d_out), (shape_of(d_out)[1], shape_of(a_scaled)[1])
         config = config or chosen("down_backward_act", at.num_rows, at.num_experts, *widths, element, at.arch)
         lies = transposed or element is E4M3
-        variant = Variant(
-            True,
-            lies,
-            activation=activation,
-            rank=rank_of(low),
-            element=element,
-            arch=at.arch,
-            stored=storage_of(down_proj),
-        )
+        variant = variant_of(d_out, down_proj, low, at, gather=True, transposed=lies, activation=activation)
         plan = _plan(
             at.where, shape_of(down_proj), variant, alone(config, variant.stored), build_of("down_backward_act")
         )

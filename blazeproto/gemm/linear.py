@@ -31,7 +31,7 @@ from blazeproto.gemm.product import (
     tiled_kernel,
     variants,
 )
-from blazeproto.gemm.rows import address, element_of, low_maps, rank_of, rows_plan, scales, shape_of, storage_of, words
+from blazeproto.gemm.rows import address, element_of, low_maps, rank_of, rows_plan, scales, shape_of, variant_of, words
 from blazeproto.gemm.specification import Specification, by_tile, low_rank
 from blazeproto.gemm.stored import alone
 from blazeproto.gemm.tiles import (
@@ -292,15 +292,7 @@ def launch(
     first, count = (0, inner if transposed else outer) if columns is None else (columns.start, len(columns))
     element = element_of(a)
     config = tiles(config, transposed, count, element, at.arch)
-    variant = Variant(
-        gather,
-        transposed,
-        bias is not None,
-        rank=rank_of(low),
-        element=element,
-        arch=at.arch,
-        stored=storage_of(weights),
-    )
+    variant = variant_of(a, weights, low, at, gather=gather, transposed=transposed, bias=bias is not None)
     config = alone(config, variant.stored)
     made = plan(at.where, shape, count, variant, config, build_of(name or name_of(transposed)))
     a_at, out_at = address(a), out.data_ptr()

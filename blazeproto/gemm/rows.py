@@ -188,6 +188,11 @@ def storage_of(weights: Any) -> Storage | None:
     return weights.storage if isinstance(weights, Packed) else None
 
 
+def variant_of(rows: Any, weights: Any, low: LowRankTerm | None, at: Addresses, **options: Any) -> Variant:
+    """The variant of a product of these operands; ``options`` are its other fields."""
+    return Variant(rank=rank_of(low), element=element_of(rows), arch=at.arch, stored=storage_of(weights), **options)
+
+
 def scales(*operands: Any, first: int = 0) -> tuple[int, ...]:
     """The addresses of the scales of `SCALES`' arrays, 0 for an array without scales; () if A, the first, has none. first: of
     B's. If B is `Packed`: of its scales and zero points; ``first``, its first column; of its numbers, ring and progress."""

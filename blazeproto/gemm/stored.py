@@ -14,11 +14,8 @@ RUN = 32  # numbers of a row that a thread decodes at a time: one scale
 FORMATS = {"mxfp4": 1, "int4": 2, "nf4": 3, "fp8": 4}
 """STORED of a format's kernels (cuda/stored.cuh), by the name that `blazeproto.stored` has for it."""
 
-RING_BYTES, PART_BYTES = (
-    60 << 20,
-    8 << 20,
-)  # of decoded parts in all, and about of one; in all an expert and two parts at least
-MOST_PARTS = 64  # of an expert
+RING_BYTES = 60 << 20  # of a ring, or what an expert and two parts take, if that is more
+PART_BYTES, MOST_PARTS = 8 << 20, 64  # bytes of a part, where a tile's columns do not need more; parts of an expert
 FEW_ROWS = 64  # of an expert, in the mean: with fewer, kernels without a ring are faster
 FEW_TILES = TileConfig(tile_n=64, stages=2, deferred=False)  # of cuda/ampere/few_rows.cu: by FEW_BLOCK rows
 FEW_BLOCK, FEW_AHEAD, FEW_CTAS = 16, 3, 4  # rows of a tile; loads of a lane under way; CTAs a multiprocessor
@@ -70,16 +67,18 @@ class Packed(NamedTuple):
 def ring_for(shape: tuple[int, ...], at: Addresses, *, always: bool = False) -> int:
     """Bytes of the ring for a weight (E, out, in) and the rows of a dispatch; 0 for kernels without a ring: Ampere's, which on
     Hopper are the faster ones for few rows. always: Hopper's own, whose sums of dS are others."""
-    if at.arch is AMPERE or (at.num_rows < FEW_ROWS * shape[0] and not always):
+    if at.arch is AMPERE or (few_rows(shape, at) and not always):
         return 0
-    tile = 2 * WIDTHS[-1] * BF16.bytes * max(shape[1:])  # a part's least bytes
-    return max(RING_BYTES, BF16.bytes * prod(shape[1:]) + 2 * max(PART_BYTES, tile))
+    expert, tile = BF16.bytes * prod(shape[1:]), BF16.bytes * WIDTHS[-1] * max(shape[1:])
+    part = max(PART_BYTES, 2 * tile, 2 * expert // MOST_PARTS)  # as `part_shift` cuts, at most
+    return max(RING_BYTES, expert + 2 * part)
 
 
 def part_shift(columns: int, tile_columns: int, bytes_of_one: int) -> int:
     """The base-2 logarithm of a part's tiles of columns. bytes_of_one: of a column's decoded weights."""
-    tiles = min(max(PART_BYTES // (bytes_of_one * tile_columns), 1), -(-columns // tile_columns))
-    return max(tiles.bit_length() - 1, (columns // (tile_columns * MOST_PARTS)).bit_length())
+    tiles = -(-columns // tile_columns)
+    wanted = min(max(PART_BYTES // (bytes_of_one * tile_columns), 1), tiles)
+    return max(wanted.bit_length() - 1, (-(-tiles // MOST_PARTS) - 1).bit_length())
 
 
 def few_rows(shape: tuple[int, ...], at: Addresses) -> bool:

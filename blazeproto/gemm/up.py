@@ -28,11 +28,10 @@ from blazeproto.gemm.rows import (
     element_of,
     h_box,
     low_maps,
-    rank_of,
     rows_plan,
     scales,
     shape_of,
-    storage_of,
+    variant_of,
     words,
 )
 from blazeproto.gemm.specification import Specification, low_rank
@@ -173,16 +172,8 @@ def launch(
     element = element_of(x)
     if config is None:
         config = chosen("up_forward", at.num_rows, at.num_experts, shape_of(x)[1], shape_of(act)[1], element, at.arch)
-    variant = Variant(
-        True,
-        transposed,
-        bias is not None,
-        activation,
-        rank_of(low),
-        element=element,
-        arch=at.arch,
-        stored=storage_of(up_proj),
-    )
+    options = {"transposed": transposed, "bias": bias is not None, "activation": activation}
+    variant = variant_of(x, up_proj, low, at, gather=True, **options)
     plan = _plan(at.where, shape_of(up_proj), variant, alone(config, variant.stored), build_of("up_forward"))
     h_at, act_at = address(h), address(act)
     filled = plan.fill(

@@ -223,7 +223,7 @@ TABLES = {
     "float64": Table(
         "training",
         [LABEL, *((f"{said} difference, 10⁻⁶", said, 3) for said in ("mean", "largest"))],
-        "Of the training losses of the first 20 steps, over float64's. The first loss is ln 256 for all: their "
+        "Losses of the first 20 training steps, compared with float64's. The first loss is ln 256 for all: their "
         "heads start at zero.",
         partial(lines, "float64"),
     ),

@@ -6,11 +6,10 @@
 //
 //   progress   | of each part, decoders that are done with it | of each part, its tiles whose weights have been read |
 //
-// So an expert is decoded once a launch, however many rows it has, and L2 holds most of the ring. Decoded in shared memory, as on
-// Ampere, a weight would be decoded again for every row block, and its stores would keep wgmma from its operands.
-//
-// The tiles of an expert with more than ROW_GROUP row blocks come back to its first part after the last: the ring has room for more
-// parts than an expert has.
+// So an expert is decoded once a launch, however many rows it has. Decoded in shared memory, as on Ampere, a weight would be decoded
+// again for every row block, and its stores would keep wgmma from its operands. Tiles of an expert with more than ROW_GROUP row
+// blocks come back to its first part: the ring has room for more parts than an expert has. Workers and decoders wait for each
+// other: the grid has at most a CTA a multiprocessor, so that all run at once.
 #pragma once
 #include "mainloop.cuh"
 #include "schedule.cuh"

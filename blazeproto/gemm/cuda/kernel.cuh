@@ -13,8 +13,8 @@
 //   Params, Tile        the kernel's argument; what `at` returns
 //   SMEM_OFFSET         where its part of shared memory begins
 //   VARLEN_K            false: every tile takes `steps()` stages
-//                       true: tile t takes `steps(t)`, perhaps none, and then EMPTY_STAGES, which are not read. It may be a partial tile, `is_partial(t)`: a sum over a part
-//                       of the reduction, which is stored at `partial(t)`
+//                       true: tile t takes `steps(t)`, perhaps none, and then EMPTY_STAGES, which are not read. It may be a
+//                       partial tile, `is_partial(t)`: a sum over a part of the reduction, which is stored at `partial(t)`
 //   count(), at(i)      how many tiles this CTA computes; the i-th of them
 //   strip_at(i, strip)  the strip of it that this consumer, number `strip`, multiplies
 //   SKIPS               whether some strips are not computed: then `computes(tile, strip)` tells which, there is no count

@@ -108,7 +108,8 @@ DEVICE void store(bf16* out, Chunk chunk) {
     __stcs(reinterpret_cast<Chunk*>(out), chunk);
 }
 
-// One part of one strip. H leaves by TMA; act by 16 bytes a thread (by 8 where gate and up alternate). A thread reads its slabs one pass at a time: more reads at once would keep wgmma from its operands.
+// One part of one strip. H leaves by TMA; act by 16 bytes a thread (by 8 where gate and up alternate). A thread reads its slabs
+// one pass at a time: more reads at once would keep wgmma from its operands.
 DEVICE void store_part(const RowsParams& p, const RowTile& tile, int part, int strip) {
     const int thread = warpgroup_thread(), first_row = thread / CHUNKS_IN_ROW, chunk = thread % CHUNKS_IN_ROW;
     const int row = tile.row + strip * STRIP, column = tile.column + part * PART_OF_HALF, own_column = column + chunk * CHUNK;

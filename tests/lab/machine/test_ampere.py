@@ -207,11 +207,8 @@ def outputs_of(which: str, format: str, block: Any, patch: pytest.MonkeyPatch, *
     return [out[: len(trial.case.row_pair)] for out in outputs.values()]
 
 
-CASES = [
-    (which, *how)
-    for which in READING
-    for how in (("mxfp4", None), ("int4", (1, 32)), ("nf4", (1, 32)), ("fp8", (8, 32)))
-]
+HOW = (("mxfp4", None), ("int4", (1, 32)), ("nf4", (1, 32)), ("fp8", (8, 32)))  # formats and their blocks
+CASES = [(which, *how) for which in READING for how in HOW]
 SOON = {("up", "mxfp4"), ("dX", "mxfp4"), ("dX", "int4"), ("down", "nf4"), ("up", "fp8")}
 SOON |= {("few, up", "mxfp4"), ("few, down", "nf4"), ("few, down", "int4"), ("few, down", "fp8")}
 

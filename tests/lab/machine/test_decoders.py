@@ -19,7 +19,7 @@ from blazeproto.lab.edit import EditedSources
 from blazeproto.lab.target import Machine, hosted
 from blazeproto.runtime.arrays import view
 from ptxsim import MachineError
-from tests.lab.machine.test_ampere import WEIGHTS, frozen, macros
+from tests.lab.machine.test_ampere import HOW, WEIGHTS, frozen, macros
 from tests.lab.machine.trials import of_reports, with_tiles
 from tests.lab.planted_bugs import plant
 
@@ -79,11 +79,7 @@ def outputs_of(which: str, format: str, block: Any, patch: pytest.MonkeyPatch, *
     return [out[: len(trial.case.row_pair)] for out in outputs.values()]
 
 
-CASES = [
-    (which, *how)
-    for which in READING
-    for how in (("mxfp4", None), ("int4", (1, 32)), ("nf4", (1, 32)), ("fp8", (8, 32)))
-]
+CASES = [(which, *how) for which in READING for how in HOW]
 SOON = {("up", "mxfp4"), ("dX", "int4"), ("down", "nf4"), ("dH", "fp8")}
 
 
