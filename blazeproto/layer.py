@@ -257,7 +257,7 @@ class MoE(nn.Module, Shown):
     def prepare(self, num_tokens: int) -> None:
         """Compile, in parallel, and load what the experts launch for ``num_tokens`` tokens: a CUDA-graph capture can do neither.
 
-        Call it where the layer is on its GPU. On torch it does nothing. The router's own kernels come with its first step.
+        Call it where the layer is on its GPU; on torch it does nothing. Kernels of the router and of stored weights come later.
         """
         integer("num_tokens", num_tokens, least=0)
         refuse_ranks(self.dispatcher, "prepare")

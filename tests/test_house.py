@@ -271,14 +271,14 @@ CEILINGS = {
     "blazeproto/router/**/*.py": 2310,
     "blazeproto/gemm/**/*.py": 2257,
     "blazeproto/stored/**/*.py": 298,
-    "blazeproto/autograd/**/*.py": 1950,
+    "blazeproto/autograd/**/*.py": 1953,
     "blazeproto/blocksparse/**/*.py": 588,
     "blazeproto/distributed/**/*.py": 471,
     "blazeproto/integrations/**/*.py": 378,
     "blazeproto/lab/**/*.py": 2921,
     "ptxsim/*.py": 2947,
     "scripts/**/*.py": 8679,
-    "tests/**/*.py ptxsim/tests/**/*.py": 23514,
+    "tests/**/*.py ptxsim/tests/**/*.py": 23527,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 6534,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

@@ -19,6 +19,7 @@ from blazeproto.autograd.options import Options
 from blazeproto.autograd.policy import Saved
 from blazeproto.autograd.ranks import EXCHANGES, AddUp
 from blazeproto.dispatch.structures import Dispatch
+from blazeproto.gemm.stored import RUN
 from blazeproto.stored.weight import StoredWeight
 
 One = Any
@@ -26,8 +27,8 @@ One = Any
 Maybe = Any
 """The same, or None."""
 SymInt = int
-STORED = ("stored weights",)
-"""The extra that kernels must have to read a `StoredWeight`."""
+STORED, NO_RUN = ("stored weights",), ("stored weights whose scales are not of a multiple of 32 numbers of a row",)
+"""The extra that kernels must have to read a `StoredWeight`; one that none has."""
 
 
 class Parameters(NamedTuple):
@@ -73,7 +74,8 @@ class How(NamedTuple):
     @property
     def needs(self) -> tuple[str, ...]:
         """The extras that kernels must have for this call (`Arch.extras`)."""
-        return self.options.needs + STORED if self.up_stored or self.down_stored else self.options.needs
+        blocks = [int(how.split()[2]) for how in (self.up_stored, self.down_stored) if how]
+        return self.options.needs + STORED * bool(blocks) + NO_RUN * any(columns % RUN for columns in blocks)
 
 
 class ExpertsCall(NamedTuple):

@@ -44,7 +44,7 @@ from blazeproto.gemm.combine import launch as launch_combine
 from blazeproto.gemm.e4m3 import Quantized
 from blazeproto.gemm.quantize import OnStream
 from blazeproto.gemm.recipe import FP8
-from blazeproto.gemm.rows import LowRankTerm, shape_of
+from blazeproto.gemm.rows import LowRankTerm, shape_of, storage_of
 from blazeproto.gemm.stored import MOST_PARTS, Packed, few_rows, packed, ring_for
 from blazeproto.gemm.tiles import ALIGNMENT, FACTORS
 from blazeproto.runtime.arch import AMPERE
@@ -96,7 +96,8 @@ def down_forward(step: BackendStep, act: Tensor, out: Tensor, *, overwrite_act: 
     # As if gated. In fp8 half of what bf16 has, so that Y leaves room for the weights' copies.
     for columns in column_slices(rows.num_rows, widths[0], 2 * _bytes(step.weight, out)):
         # Over act, where a tile has whole rows of both: it has read its part of act before it writes the same part of Y.
-        over = overwrite_act and acts is act and linear.may_lie_over(None, transposed, widths, len(columns), rows.arch)
+        of_launch = transposed, widths, len(columns), rows.arch, storage_of(down_proj)
+        over = overwrite_act and acts is act and linear.may_lie_over(None, *of_launch)
         y = act if over else out.new_empty(rows.num_rows, len(columns))
         linear.launch(acts, _anew(down_proj), rows, transposed=transposed, bias=bias, columns=columns, low=added, out=y)
         (step.add_up or launch_combine)(y, rows, scores=scores, columns=columns, out=out)

@@ -33,7 +33,7 @@ from blazeproto.gemm.product import (
 )
 from blazeproto.gemm.rows import address, element_of, low_maps, rank_of, rows_plan, scales, shape_of, variant_of, words
 from blazeproto.gemm.specification import Specification, by_tile, low_rank
-from blazeproto.gemm.stored import alone
+from blazeproto.gemm.stored import Storage, alone
 from blazeproto.gemm.tiles import (
     BF16,
     CANDIDATES,
@@ -215,11 +215,16 @@ def tiles(
 
 
 def may_lie_over(
-    config: TileConfig | None, transposed: bool, widths: tuple[int, ...], columns: int, arch: Arch
+    config: TileConfig | None,
+    transposed: bool,
+    widths: tuple[int, ...],
+    columns: int,
+    arch: Arch,
+    stored: Storage | None = None,
 ) -> bool:
     """Whether this many columns of the output may lie over the rows: a tile of the launch has whole rows of both.
     widths: all columns of the output, and of the rows."""
-    return {*widths} == {columns} and columns <= tiles(config, transposed, columns, arch=arch).tile_n
+    return {*widths} == {columns} and columns <= alone(tiles(config, transposed, columns, arch=arch), stored).tile_n
 
 
 def name_of(transposed: bool) -> str:

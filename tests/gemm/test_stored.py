@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from blazeproto.gemm import stored
+from blazeproto.gemm.linear import may_lie_over
 from blazeproto.gemm.tiles import BF16
 from blazeproto.runtime.arch import AMPERE, HOPPER
 
@@ -38,6 +39,14 @@ def test_few_rows_and_ampere_have_no_ring() -> None:
     assert stored.few_rows(shape, rows(HOPPER, 255)) and not stored.few_rows(shape, rows(HOPPER, 256))
     assert stored.ring_for(shape, rows(HOPPER, 255)) == stored.ring_for(shape, rows(AMPERE, 256)) == 0
     assert stored.ring_for(shape, rows(HOPPER, 0), always=True) == stored.ring_for(shape, rows(HOPPER, 256)) > 0
+
+
+def test_y_lies_over_act_only_in_tiles_of_whole_rows() -> None:
+    few = stored.Storage("mxfp4", 1, 32, 1, few=True)
+    for arch in (HOPPER, AMPERE):
+        for width, over in ((64, True), (128, False), (256, False)):
+            assert may_lie_over(None, False, (width, width), width, arch, few) is over
+            assert may_lie_over(None, False, (width, width), width, arch, few._replace(few=False))
 
 
 def test_more_rows_need_fewer_decoders() -> None:

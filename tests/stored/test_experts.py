@@ -261,6 +261,13 @@ def test_refusals(what):
     refuses(lambda: case.forward(**replaced), argument)
 
 
+def test_no_architecture_has_kernels_for_short_blocks():
+    needs = How(Options(), up_stored="nf4 1 64", down_stored="int4 1 16").needs
+    assert "multiple of 32" in str(missing((9, 0), needs=needs)) and "multiple of 32" not in str(
+        missing((9, 0), needs=How(Options(), up_stored="int4 1 32").needs)
+    )
+
+
 def test_both_architectures_have_kernels_of_stored_weights():
     assert all(How(Options(), **{which: "nf4 1 64"}).needs == STORED for which in ("up_stored", "down_stored"))
     for capability in ((8, 0), (9, 0), (12, 0)):

@@ -170,7 +170,9 @@ def frozen(format: str, shape: torch.Size, block: tuple[int, int] | None) -> Sto
     generator = torch.Generator().manual_seed(2)
     powers = torch.randint(-3, 3, (*shape[:2], shape[2] // 32), generator=generator)
     numbers = torch.randn(shape, generator=generator) * (2.0**powers).repeat_interleave(32, 2)
-    made = stored.quantize(numbers, format, block)
+    made = stored.quantize(numbers, format.removesuffix(" e8m0"), block)
+    if format.endswith("e8m0"):
+        made = stored.fp8(made.values, made.scales.to(torch.float8_e8m0fnu), block=made.block)
     if format == "int4":
         points = torch.randint(-(2**31), 2**31, (shape[0], shape[1] // 8, made.scales.shape[2]), generator=generator)
         made = stored.int4(made.values.view(torch.int32), made.scales, points.int(), group=made.block[1])
@@ -209,8 +211,9 @@ def outputs_of(which: str, format: str, block: Any, patch: pytest.MonkeyPatch, *
 
 HOW = (("mxfp4", None), ("int4", (1, 32)), ("nf4", (1, 32)), ("fp8", (8, 32)))  # formats and their blocks
 CASES = [(which, *how) for which in READING for how in HOW]
+CASES += [(which, "fp8 e8m0", (8, 32)) for which in ("down", "few, down")]
 SOON = {("up", "mxfp4"), ("dX", "mxfp4"), ("dX", "int4"), ("down", "nf4"), ("up", "fp8")}
-SOON |= {("few, up", "mxfp4"), ("few, down", "nf4"), ("few, down", "int4"), ("few, down", "fp8")}
+SOON |= {("few, up", "mxfp4"), ("few, down", "nf4"), ("few, down", "int4"), ("few, down", "fp8 e8m0")}
 
 
 @pytest.mark.parametrize(

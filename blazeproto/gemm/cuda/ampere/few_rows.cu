@@ -77,7 +77,7 @@ struct QuadDecoder {
 struct QuadDecoder {
     Decoder decoders[2] = {{0.0f, 0}, {0.0f, 0}};
 
-    DEVICE static uint32_t shared_bits(uint32_t bits) { return SCALE_BYTES == 2 ? bits << 16 : bits; }
+    DEVICE static uint32_t shared_bits(uint32_t bits) { return SCALE_BYTES == 1 ? (bits ? bits << 23 : 1 << 22) : SCALE_BYTES == 2 ? bits << 16 : bits; }
     DEVICE uint4 chunk(int h, const uint32_t* words, int i) const { return decoders[h].chunk(words, i); }
 #if STORED == 4
     DEVICE void set(int h, uint32_t bits, uint32_t) { decoders[h].scale = __uint_as_float(bits); }
@@ -104,7 +104,6 @@ struct QuadDecoder {
 #endif
 };
 #endif
-static_assert(STORED == 1 || SCALE_BYTES > 1, "e8m0 is MXFP4's");
 
 // A value that stays in a register: the compiler would make it anew at each use.
 DEVICE uint32_t kept(uint32_t value) {
