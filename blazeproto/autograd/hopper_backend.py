@@ -96,8 +96,8 @@ def down_forward(step: BackendStep, act: Tensor, out: Tensor, *, overwrite_act: 
     # As if gated. In fp8 half of what bf16 has, so that Y leaves room for the weights' copies.
     for columns in column_slices(rows.num_rows, widths[0], 2 * _bytes(step.weight, out)):
         # Over act, where a tile has whole rows of both: it has read its part of act before it writes the same part of Y.
-        of_launch = transposed, widths, len(columns), rows.arch, storage_of(down_proj)
-        over = overwrite_act and acts is act and linear.may_lie_over(None, *of_launch)
+        over = overwrite_act and acts is act
+        over = over and linear.may_lie_over(None, transposed, widths, len(columns), rows.arch, storage_of(down_proj))
         y = act if over else out.new_empty(rows.num_rows, len(columns))
         linear.launch(acts, _anew(down_proj), rows, transposed=transposed, bias=bias, columns=columns, low=added, out=y)
         (step.add_up or launch_combine)(y, rows, scores=scores, columns=columns, out=out)
