@@ -269,7 +269,7 @@ CEILINGS = {
     "blazeproto/runtime/**/*.py": 1068,
     "blazeproto/dispatch/**/*.py": 735,
     "blazeproto/router/**/*.py": 2310,
-    "blazeproto/gemm/**/*.py": 2257,
+    "blazeproto/gemm/**/*.py": 2262,
     "blazeproto/stored/**/*.py": 298,
     "blazeproto/autograd/**/*.py": 1953,
     "blazeproto/blocksparse/**/*.py": 588,
@@ -277,9 +277,9 @@ CEILINGS = {
     "blazeproto/integrations/**/*.py": 378,
     "blazeproto/lab/**/*.py": 2921,
     "ptxsim/*.py": 2947,
-    "scripts/**/*.py": 8679,
-    "tests/**/*.py ptxsim/tests/**/*.py": 23527,
-    "blazeproto/**/*.cu blazeproto/**/*.cuh": 6534,
+    "scripts/**/*.py": 8702,
+    "tests/**/*.py ptxsim/tests/**/*.py": 23530,
+    "blazeproto/**/*.cu blazeproto/**/*.cuh": 6560,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in
 docs/decisions.md that says what was bought."""

@@ -29,7 +29,7 @@ from blazeproto.gemm.rows import (
     address,
     element_of,
     h_box,
-    low_maps,
+    last_maps,
     rows_plan,
     scales,
     shape_of,
@@ -223,7 +223,7 @@ def launch(
             scores=scores.data_ptr(),
             sums=workspace.data_ptr(),
         )
-        maps = (address(down_proj), address(h), dh_at, a_at, *low_maps(low))
+        maps = (address(down_proj), address(h), dh_at, a_at, *last_maps(low, down_proj))
         driver.launch(*plan.fill(maps, addresses + scales(d_out, down_proj, h, dh, a_scaled)), at.stream)
     reduce.launch_reduce_scores_grad(workspace, d_scores, at)
 

@@ -11,7 +11,7 @@ from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import linear
 from blazeproto.gemm.arguments import Array, LowRankTerm
 from blazeproto.gemm.product import BOTH, Product, Variant, build_of, variants
-from blazeproto.gemm.rows import address, low_maps, rank_of, scales, storage_of, words
+from blazeproto.gemm.rows import address, last_maps, rank_of, scales, storage_of, words
 from blazeproto.gemm.specification import Specification, by_tile, low_rank
 from blazeproto.gemm.tiles import CANDIDATES, TILES, TileConfig, tiles_for
 from blazeproto.runtime import driver
@@ -114,7 +114,7 @@ def launch(
     variant = WEIGHED._replace(transposed=transposed, bias=bias is not None, stored=storage_of(down_proj))
     plan = linear.plan(at.where, down_proj.shape, out_f32.shape[1], variant, config, build)
     addresses = words(at, config=config, bias=bias, scores=scores.data_ptr(), sums=out_f32.data_ptr())
-    maps = (act.data_ptr(), address(down_proj))
+    maps = (act.data_ptr(), address(down_proj), *last_maps(None, down_proj))
     driver.launch(*plan.fill(maps, addresses + scales(act, down_proj)), at.stream)
 
 
@@ -136,7 +136,7 @@ def launch_dx(
     config = linear.tiles(config, not transposed, columns)
     variant = Variant(transposed=not transposed, rank=rank_of(low), fused=True, stored=storage_of(up_proj))
     plan = linear.plan(at.where, up_proj.shape, columns, variant, config, build)
-    maps = (dh.data_ptr(), address(up_proj), *low_maps(low))
+    maps = (dh.data_ptr(), address(up_proj), *last_maps(low, up_proj))
     addresses = words(at, config=config, sums=dx_f32.data_ptr())
     driver.launch(*plan.fill(maps, addresses + scales(dh, up_proj)), at.stream)
 

@@ -31,7 +31,7 @@ from blazeproto.gemm.product import (
     tiled_kernel,
     variants,
 )
-from blazeproto.gemm.rows import address, element_of, low_maps, rank_of, rows_plan, scales, shape_of, variant_of, words
+from blazeproto.gemm.rows import address, element_of, last_maps, rank_of, rows_plan, scales, shape_of, variant_of, words
 from blazeproto.gemm.specification import Specification, by_tile, low_rank
 from blazeproto.gemm.stored import Storage, alone
 from blazeproto.gemm.tiles import (
@@ -305,7 +305,7 @@ def launch(
     if variant.stored is None:  # else the kernel is told
         weights_at += element.bits // 8 * first * (1 if transposed else inner)
     maps: tuple[int, ...] = (weights_at, out_at) if gather else (a_at, weights_at, out_at)
-    maps += low_maps(low, first * (1 if transposed else rank_of(low)))
+    maps += last_maps(low, weights, first * (1 if transposed else rank_of(low)))
     addresses = words(at, config=config, source=a_at if gather else 0, out0=out_at, bias=bias, first_column=first)
     addresses += scales(a, weights, None, None, None, first=first if variant.stored else first // BLOCK * blocks(inner))
     driver.launch(*made.fill(maps, addresses), at.stream)

@@ -35,7 +35,8 @@ ROWS_PARAMS = Params(
 SCALES = ("a_scales", "b_scales", "h_scales", "out0_scales", "out1_scales")
 QUANTIZED_ROWS_PARAMS = ROWS_PARAMS._replace(words=(*ROWS_PARAMS.words, *SCALES))
 STORED_ROWS_PARAMS = ROWS_PARAMS._replace(
-    words=(*ROWS_PARAMS.words, "scales", "zeros", "first_column", "values", "decoded", "progress"),
+    maps=(*ROWS_PARAMS.maps, "decoded"),
+    words=(*ROWS_PARAMS.words, "scales", "zeros", "first_column", "values", "progress"),
     numbers=(
         *ROWS_PARAMS.numbers,
         *("blocks_in_row", "blocks_in_expert"),
@@ -81,7 +82,7 @@ def rows_plan(
     if config.tickets:
         tickets.counters(device)  # now, because a later launch may be captured, and then no memory can be had
     blocks_at_most = num_rows // BM + min(num_experts, num_rows)
-    maps = (
+    maps: tuple[Box | None, ...] = (
         None if variant.gather else dense_box((reduction, num_rows), (BK, BM), element),
         _paired_box(shape, tile_columns, halves, element)
         if paired
@@ -96,7 +97,7 @@ def rows_plan(
     grid = persistent_grid(device, config.cluster, blocks_at_most * -(-columns // tile_columns))
     params = QUANTIZED_ROWS_PARAMS if element.scales else ROWS_PARAMS
     if stored:
-        in_row, of_ring = shape[2] // stored.columns, (0,) * 7
+        in_row, of_ring, decoded = shape[2] // stored.columns, (0,) * 7, None
         if stored.few:
             tiles_at_most = (num_rows // FEW_BLOCK + min(num_experts, num_rows)) * -(-columns // tile_columns)
             grid = min(FEW_CTAS * num_sms(device), tiles_at_most)
@@ -104,7 +105,9 @@ def rows_plan(
             decoding = decoders(stored.format, num_rows / num_experts, num_sms(device))
             grid = min(grid, num_sms(device) - decoding) + decoding
             of_ring = parts, of_map, shift, *lying, decoding
-        params, numbers = STORED_ROWS_PARAMS, (*numbers, in_row, shape[1] // stored.rows * in_row, *of_ring)
+            decoded = dense_box((SLAB, prod(lying[1:]) // SLAB, lying[0]), (SLAB, stored.lines, 1))
+        params, maps = STORED_ROWS_PARAMS, (*maps, decoded)
+        numbers = (*numbers, in_row, shape[1] // stored.rows * in_row, *of_ring)
     return Plan(kernel, params, maps, numbers, grid=grid, device=device)
 
 
@@ -195,10 +198,10 @@ def variant_of(rows: Any, weights: Any, low: LowRankTerm | None, at: Addresses, 
 
 def scales(*operands: Any, first: int = 0) -> tuple[int, ...]:
     """The addresses of the scales of `SCALES`' arrays, 0 for an array without scales; () if A, the first, has none. first: of
-    B's. If B is `Packed`: of its scales and zero points; ``first``, its first column; of its numbers, ring and progress."""
+    B's. If B is `Packed`: of its scales and zero points; ``first``, its first column; of its numbers and its progress."""
     if isinstance(b := operands[1], Packed):
-        zeros, ring, progress = (0 if t is None else t.data_ptr() for t in (b.zeros, b.ring, b.progress))
-        return b.scales.data_ptr(), zeros, first, b.values.data_ptr(), ring, progress
+        zeros, progress = (0 if t is None else t.data_ptr() for t in (b.zeros, b.progress))
+        return b.scales.data_ptr(), zeros, first, b.values.data_ptr(), progress
     if not isinstance(operands[0], Quantized):
         return ()
     found = [each.scales.data_ptr() if isinstance(each, Quantized) else 0 for each in operands]
@@ -210,6 +213,8 @@ def rank_of(low: LowRankTerm | None) -> int:
     return 0 if low is None else int(low.rows.shape[1])
 
 
-def low_maps(low: LowRankTerm | None, first_element: int = 0) -> tuple[int, ...]:
-    """The addresses of its tensor maps, which are a struct's last. first_element: of the factor, where columns are left out."""
-    return () if low is None else (low.rows.data_ptr(), low.factor.data_ptr() + BF16.bytes * first_element)
+def last_maps(low: LowRankTerm | None, weights: Any, first_element: int = 0) -> tuple[int, ...]:
+    """The addresses of a struct's last tensor maps: of a low-rank term's and of a ring. first_element: of the factor, where
+    columns are left out."""
+    of_low = () if low is None else (low.rows.data_ptr(), low.factor.data_ptr() + BF16.bytes * first_element)
+    return (*of_low, weights.ring.data_ptr()) if isinstance(weights, Packed) and weights.ring is not None else of_low

@@ -19,7 +19,7 @@ PART_BYTES, MOST_PARTS = 8 << 20, 64  # bytes of a part, where a tile's columns 
 FEW_ROWS = 64  # of an expert, in the mean: with fewer, kernels without a ring are faster
 FEW_TILES = TileConfig(tile_n=64, stages=2, deferred=False)  # of cuda/ampere/few_rows.cu: by FEW_BLOCK rows
 FEW_BLOCK, FEW_AHEAD, FEW_CTAS = 16, 3, 4  # rows of a tile; loads of a lane under way; CTAs a multiprocessor
-DECODED_ROWS = {"mxfp4": 150, "int4": 250, "nf4": 210, "fp8": 210}
+DECODED_ROWS = {"mxfp4": 210, "int4": 350, "nf4": 290, "fp8": 290}
 """A multiprocessor decodes a weight in the time in which it multiplies so many rows by it, by format."""
 
 
@@ -43,6 +43,11 @@ class Storage(NamedTuple):
     def element(self) -> Element:
         """The type of its numbers."""
         return ELEMENTS.get(self.format) or ELEMENTS["e4m3"]
+
+    @property
+    def lines(self) -> int:
+        """Lines of 64 numbers that a warp of decoders stores at a time."""
+        return 256 // self.element.bits
 
     @property
     def macros(self) -> dict[str, int | str]:

@@ -27,7 +27,7 @@ from blazeproto.gemm.rows import (
     address,
     element_of,
     h_box,
-    low_maps,
+    last_maps,
     rows_plan,
     scales,
     shape_of,
@@ -177,7 +177,7 @@ def launch(
     plan = _plan(at.where, shape_of(up_proj), variant, alone(config, variant.stored), build_of("up_forward"))
     h_at, act_at = address(h), address(act)
     filled = plan.fill(
-        (address(up_proj), h_at, act_at, *low_maps(low)),
+        (address(up_proj), h_at, act_at, *last_maps(low, up_proj)),
         words(at, config=config, source=address(x), out0=h_at, out1=act_at, bias=bias)
         + scales(x, up_proj, None, h, act),
     )

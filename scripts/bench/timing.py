@@ -4,6 +4,7 @@ Every function takes several callables by name and runs them in turn (A B A B), 
 all alike, and returns medians by name. Eager time below a millisecond is host time; the other two leave the host out.
 """
 
+import gc
 import math
 import statistics
 import time
@@ -243,6 +244,7 @@ def saved_bytes(call: Call, not_counted: Iterable[torch.Tensor]) -> int:
 
 def peak_bytes(call: Call) -> int:
     """Most bytes allocated during a call over what was there before it."""
+    gc.collect()  # else garbage that the call happens to free counts as there before it
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

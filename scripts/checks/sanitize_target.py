@@ -4,8 +4,8 @@
 
 Small layers of the fuzzer, with tails everywhere: all activations, biases, save policies, all combines, chunks, fp32 weight
 gradients, sentinels, fewer rows than pairs, experts without tokens, Y over act, slices of columns; such layers by the kernels of
-ampere; then the dispatch builders, and the router's operators: cases of `scripts.checks.compare`, on shapes that a sanitizer gets
-through. Each part runs even if one before it fails.
+ampere; layers with stored weights by both; then the dispatch builders, and the router's operators: cases of
+`scripts.checks.compare`, on shapes that a sanitizer gets through. Each part runs even if one before it fails.
 """
 
 import itertools
@@ -15,18 +15,23 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from math import prod
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from blazeproto import stored
+from blazeproto.autograd import moe_mlp
 from blazeproto.gemm import Sizes
+from blazeproto.gemm import stored as kernels
 from blazeproto.gemm.tiles import FORCED, force
 from blazeproto.lab.calls import LAYER
 from blazeproto.lab.oracle import make_block_case, make_case, run_block_kernels, run_kernels
 from blazeproto.lab.same_bits import wrong_in_order, wrong_in_place
 from blazeproto.router import ROUTERS, logits_product, make_router
 from blazeproto.runtime.arch import kernels_of
+from scripts.bench.lora import factors_of
 from scripts.checks.cases import FEW, METHODS, SCANNED, run_dispatch, run_experts, run_router
 from scripts.checks.layers import Layer, draw_experts, on_ampere
 from scripts.command import argument_parser, need_kernels, some_of
@@ -113,6 +118,27 @@ def layers_of_ampere() -> Iterator[Run]:
     yield "ampere: logits", logits
 
 
+def frozen(format: str, backend: str, few_rows: int) -> dict[str, Tensor]:
+    """A layer with stored weights and factors, by kernels for few rows where experts have less than ``few_rows``."""
+    sizes = Sizes(300, 256, 384, 5, 2)
+    shapes = (sizes.E, 2 * sizes.n, sizes.d), (sizes.E, sizes.d, sizes.n)
+    weights = [stored.quantize(torch.randn(shape, device="cuda").bfloat16() / 16, format) for shape in shapes]
+    factors = [factors_of(weight.decode(), 16) for weight in weights]
+    x = torch.randn(sizes.T, sizes.d, device="cuda").bfloat16().requires_grad_()
+    scores = torch.rand(sizes.T, sizes.K, device="cuda").requires_grad_()
+    ids = torch.rand(sizes.T, sizes.E - 1, device="cuda").topk(sizes.K).indices.int()  # the last has none
+    given: Any = {"num_experts": sizes.E, "backend": backend, "up_factors": factors[0], "down_factors": factors[1]}
+    with patch.object(kernels, "FEW_ROWS", few_rows):
+        out = moe_mlp(x, weights[0], weights[1], scores, ids, **given)
+        made = torch.autograd.grad(out, [x, scores, *factors[0], *factors[1]], torch.randn_like(out))
+    return {"out": out} | {str(index): each for index, each in enumerate(made)}
+
+
+def stored_layers() -> Iterator[Run]:
+    for format, backend, few_rows in itertools.product(stored.FORMATS, ("hopper", "ampere"), (0, 1000)):
+        yield f"stored: {format} {backend}, few rows: {few_rows}", partial(frozen, format, backend, few_rows)
+
+
 def block_products() -> Iterator[Run]:
     """On a random topology, one of no blocks, and one whose rows have odd numbers of them."""
     masks = {
@@ -156,6 +182,7 @@ def routers() -> Iterator[Run]:
 PARTS = {
     "layers": layers,
     "ampere": layers_of_ampere,
+    "stored": stored_layers,
     "blocks": block_products,
     "dispatches": dispatches,
     "operators": operators,

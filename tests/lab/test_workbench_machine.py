@@ -123,9 +123,10 @@ def test_a_smaller_size_is_offered_where_a_run_takes_long(capsys: pytest.Capture
     [
         (partial(Workbench, "up_forward", **SMALL), "copy", "store"),
         (partial(Workbench, "up_forward", **FP8), "copy", "hand-over"),
+        (partial(Workbench, "up_backward_weight", **SMALL), "copy", "hand-over"),
         (partial(BlockWorkbench, "DSD", **BLOCKS), "TMA", "store"),
     ],
-    ids=["bf16", "fp8", "blocks"],
+    ids=["bf16", "fp8", "weight gradient", "blocks"],
 )
 def test_a_timeline_in_steps(bench: Callable[[], Workbench], load: str, store: str) -> None:
     """In the order in which data goes, whatever the schedule."""
@@ -133,6 +134,9 @@ def test_a_timeline_in_steps(bench: Callable[[], Workbench], load: str, store: s
     assert picture.unit == "steps" and {"producer", "consumer 0", "consumer 1"} <= set(picture.warps.values())
     first = {what: min(s.end for s in picture.spans if s.what == what) for what in (load, "mma", store)}
     assert first[load] < first["mma"] < first[store]
+    for warp in picture.warps:  # all that it does lies in its role
+        role, *others = (span for span in picture.spans if span.warp == warp)
+        assert all(role.begin <= span.begin and span.end <= role.end for span in others)
 
 
 def test_bad_input() -> None:

@@ -76,7 +76,7 @@ def test_without_a_gpu_there_is_one_line_and_no_file(
         (
             "scripts.checks.sanitize_target",
             ["--parts", "layer"],
-            "argument --parts: expected some of layers, ampere, blocks, dispatches",
+            "argument --parts: expected some of layers, ampere, stored, blocks",
         ),
         ("scripts.checks.transformers_suite", ["{tmp}"], "folder: expected one with src/transformers, got"),
         ("scripts.lm.compare_runs", ["all", "--runs", "our"], "argument --runs: expected some of float64, torch_fp32"),

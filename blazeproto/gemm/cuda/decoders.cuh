@@ -4,7 +4,7 @@
 //   decoders   | part 0 -> slot 0 | part 1 -> slot 1 | part 0's tiles are read: part 2 -> slot 0 | ...
 //   workers                       | tiles of part 0 .......... | tiles of part 1 .......... | tiles of part 2 ...
 //
-//   progress   | of each part, decoders that are done with it | of each part, its tiles whose weights have been read |
+//   progress   | of each part, decoders' warps that are done with it | of each part, its tiles whose weights have been read |
 //
 // So an expert is decoded once a launch, however many rows it has. Decoded in shared memory, as on Ampere, a weight would be decoded
 // again for every row block, and its stores would keep wgmma from its operands. Tiles of an expert with more than ROW_GROUP row
@@ -16,8 +16,9 @@
 #include "stored.cuh"
 
 constexpr int DECODER_REGISTERS = 104;  // of 128 at least, which a thread starts with
-constexpr int RUNS_AHEAD = HAS_ZEROS ? 2 : 16 / BITS;  // that a thread has under way
-constexpr int WARP_SLAB = 32 * RUN * int(sizeof(bf16));  // what a warp's runs are decoded to: 16 swizzled rows of two runs
+constexpr int RUNS = 16 / BITS;         // that a thread decodes at a time
+constexpr int WARP_RUNS = 32 * RUNS;    // what a warp does, one after the other in memory
+constexpr int WARP_SLAB = WARP_RUNS * RUN * int(sizeof(bf16));  // what these are decoded to, swizzled rows of two runs
 constexpr int RUN_CHUNKS = RUN / CHUNK;
 
 // Spins until `counter`, of progress, is `value`.
@@ -41,7 +42,7 @@ template <int TILE_COLUMNS>
 DEVICE RowTile in_slot(const RowsParams& p, RowTile tile) {
     const int part = part_at<TILE_COLUMNS>(p, tile);
     if (part + 1 != known_part()) {
-        wait_for(p.progress + part, p.decoders);
+        wait_for(p.progress + part, p.decoders * (THREADS / 32));
         fence_proxy_async_global();  // TMA reads what others wrote
         known_part() = part + 1;
     }
@@ -85,43 +86,67 @@ struct Part {
 };
 
 // By all threads of a decoder. tile_columns: columns of a tile.
+//
+// Each warp goes through the parts by itself. It tells of a part when the first stores of the next are on their way, so that it need not
+// wait for its own; but before it waits for a slot, for whoever has that slot may wait for just this part. A fence waits for loads
+// too, so a warp loads, decodes, fences and stores much at a time, and other warps have the multiprocessor meanwhile.
 DEVICE void decode_weights(const RowsParams& p, int tile_columns) {
     setmaxnreg_dec<DECODER_REGISTERS>();
-    const int lane = threadIdx.x % 32, stride = p.decoders * THREADS, begin = blockIdx.x * THREADS + threadIdx.x / 32 * 32;
+    const int lane = threadIdx.x % 32, warps = p.decoders * (THREADS / 32);
+    const int begin = (int(blockIdx.x) * (THREADS / 32) + int(threadIdx.x) / 32) * WARP_RUNS;
+    const uint32_t slab = shared_at(threadIdx.x / 32 * WARP_SLAB);
+    const uint32_t* const read = p.progress + p.experts * p.parts;
     const auto rows_of = [&](int part) { return p.offsets[part / p.parts + 1] - p.offsets[part / p.parts]; };
     const auto tiles_of = [&](int part) {
         const int columns = min(p.part_columns, p.columns - part % p.parts * p.part_columns);
-        return (rows_of(part) + BM - 1) / BM * ((columns + tile_columns - 1) / tile_columns);
+        return uint32_t((rows_of(part) + BM - 1) / BM * ((columns + tile_columns - 1) / tile_columns));
     };
+    int untold = -1;  // lane 0: a part that this warp has stored and not told of
     for (int index = 0; index < p.experts * p.parts; ++index) {
-        const int before = index - p.slots;  // the last that the slot had
-        const bool waits = before >= 0 && rows_of(before) > 0;
-        if (waits && threadIdx.x == 0) wait_for(p.progress + p.experts * p.parts + before, tiles_of(before));
-        if (waits) __syncthreads();
         if (rows_of(index) == 0) continue;
+        int before = index - p.slots;  // the last that the slot had
+        while (before >= 0 && rows_of(before) == 0) before -= p.slots;
+        if (lane == 0 && before >= 0 && load_acquire_gpu(read + before) < tiles_of(before)) {
+            bulk_wait_group<0>();
+            if (untold >= 0) add_release_gpu(p.progress + untold, 1);
+            untold = -1;
+            wait_for(read + before, tiles_of(before));
+        }
+        __syncwarp();
         const Part part(p, index);
         const int runs = part.runs();
-        uint4* const out = reinterpret_cast<uint4*>(p.decoded) + int64_t(index % p.slots) * runs * RUN_CHUNKS;
-        Packed ahead[RUNS_AHEAD];
+        for (int first = begin; first < runs; first += warps * WARP_RUNS) {
+            Packed packed[RUNS];
 #pragma unroll
-        for (int i = 0; i < RUNS_AHEAD; ++i) part.load(ahead[i], begin + i * stride + lane);
-        for (int first = begin; first < runs; first += RUNS_AHEAD * stride) {
+            for (int i = 0; i < RUNS; ++i) part.load(packed[i], first + 32 * i + lane);
+            if (lane == 0) bulk_wait_group_read<0>();
+            __syncwarp();
 #pragma unroll
-            for (int i = 0; i < RUNS_AHEAD; ++i) {
-                const int own = first + i * stride;  // the warp's first run, of 32 in a row
-                const uint32_t slab = shared_at((threadIdx.x / 32 * 2 + i % 2) * WARP_SLAB);
-                ahead[i].store<true>(slab, lane / 2, lane % 2 * RUN_CHUNKS, HAS_ZEROS ? part.row_of(part.slot_row(own + lane)) : 0);
-                part.load(ahead[i], own + RUNS_AHEAD * stride + lane);
-                __syncwarp();  // and the slab before this one has been read
-#pragma unroll
-                for (int j = 0; j < RUN_CHUNKS; ++j) {
-                    const int chunk = j * 32 + lane;
-                    if (own + chunk / RUN_CHUNKS < runs)
-                        out[own * RUN_CHUNKS + chunk] = load_shared_16(swizzled(slab, chunk / CHUNKS_IN_ROW, chunk % CHUNKS_IN_ROW));
+            for (int i = 0; i < RUNS; ++i)
+                packed[i].store<true>(slab, 16 * i + lane / 2, lane % 2 * RUN_CHUNKS,
+                                      HAS_ZEROS ? part.row_of(part.slot_row(first + 32 * i + lane)) : 0);
+            fence_proxy_async();
+            __syncwarp();
+            if (lane == 0) {
+                tma_store_3d(&p.decoded, slab, 0, first / 2, index % p.slots);
+                bulk_commit_group();
+                if (untold >= 0) {
+                    bulk_wait_group<1>();
+                    add_release_gpu(p.progress + untold, 1);
+                    untold = -1;
                 }
             }
         }
-        __syncthreads();
-        if (threadIdx.x == 0) add_release_gpu(p.progress + index, 1);
+        if (lane == 0) {
+            if (untold >= 0) {  // nothing of this part was this warp's
+                bulk_wait_group<0>();
+                add_release_gpu(p.progress + untold, 1);
+            }
+            untold = index;
+        }
+    }
+    if (lane == 0) {
+        bulk_wait_group<0>();
+        if (untold >= 0) add_release_gpu(p.progress + untold, 1);
     }
 }

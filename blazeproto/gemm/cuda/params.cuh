@@ -22,6 +22,9 @@ struct RowsParams {
     TensorMap h;           // H, read by the down backward epilogue
     TensorMap out0, out1;  // what the epilogue stores
     TensorMap low_rows, low_weights;  // LOW_RANK: (rank, rows), and like b
+#ifdef STORED
+    TensorMap decoded;  // what b reads, as decoders write it (decoders.cuh): (64, slot_rows slot_columns / 64, slots)
+#endif
     const bf16* source;    // (tokens, reduction) to gather from
     PairToToken pairs;
     const int* offsets;  // (experts + 1,)
@@ -41,7 +44,6 @@ struct RowsParams {
     const int* zeros;       // HAS_ZEROS: eight rows' in a word
     int64_t first_column;   // of the weights' columns: the first that is an output column
     const uint8_t* values;
-    bf16* decoded;          // (slots, slot_rows, slot_columns), which b reads: decoders.cuh
     uint32_t* progress;     // (2, experts, parts), zeros
 #endif
     int rows, experts, reduction, columns;

@@ -101,7 +101,9 @@ struct WeightScheduler {
     // By the producer, before it loads the tile at `position`: finds the batch that begins with the next.
     DEVICE void look_ahead(int position) const {
         if ((position + 1) % BATCH != 0) return;
+        MARK(BEGIN, SCHEDULE);
         if (threadIdx.x < 32) fill_slots(position + 1);
+        MARK(END, SCHEDULE);
         if (GATHER) named_barrier_sync(PRODUCER_BARRIER, WARPGROUP);
         else __syncwarp();
     }
@@ -128,10 +130,8 @@ struct WeightScheduler {
     DEVICE static WeightTile* slots() { return reinterpret_cast<WeightTile*>(shared_memory() + SLOTS_OFFSET); }
 
     DEVICE void fill_slots(int position) const {
-        MARK(BEGIN, SCHEDULE);
         const int mine = position + threadIdx.x;
         if (threadIdx.x < BATCH && mine < assignment().count) slots()[mine % (2 * BATCH)] = find(mine);
-        MARK(END, SCHEDULE);
     }
 
     DEVICE WeightTile find(int position) const {

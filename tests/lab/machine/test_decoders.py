@@ -97,13 +97,19 @@ def test_a_ring_gives_the_bits_of_decoded_weights(
 
 FAULTS = {  # text of decoders.cuh, what takes its place, product, format, what the machine says; "": other bits
     "a slot is written while it is read": (
-        "if (waits && threadIdx.x == 0)",
-        "if (false)",
+        "            wait_for(read + before, tiles_of(before));",
+        "",
         "all of down",
         "mxfp4",
         "race",
     ),
-    "weights are read before they are there": ("wait_for(p.progress + part, p.decoders);", "", "dX", "mxfp4", "race"),
+    "weights are read before they are there": (
+        "wait_for(p.progress + part, p.decoders * (THREADS / 32));",
+        "",
+        "dX",
+        "mxfp4",
+        "race",
+    ),
     "the next part's slot": (
         "tile.expert = part % p.slots;",
         "tile.expert = (part + 1) % p.slots;",
@@ -111,22 +117,28 @@ FAULTS = {  # text of decoders.cuh, what takes its place, product, format, what 
         "mxfp4",
         "",
     ),
-    "TMA reads what it cannot see yet": (
-        "fence_proxy_async_global();",
-        "",
+    "told before it is stored": ("bulk_wait_group<1>();", "bulk_wait_group<2>();", "all of down", "mxfp4", "race"),
+    "who waits does not tell first": (
+        "            if (untold >= 0) add_release_gpu(p.progress + untold, 1);\n            untold = -1;\n            wait_for",
+        "            wait_for",
+        "all of down",
+        "mxfp4",
+        "nobody|Deadlock|wait",
+    ),
+    "a part too early": (
+        "int before = index - p.slots;",
+        "int before = index - p.slots - 1;",
+        "all of dX",
+        "mxfp4",
+        "race",
+    ),
+    "another row's zero point": (
+        "part.row_of(part.slot_row(first + 32 * i + lane))",
+        "lane",
         "dX",
-        "mxfp4",
-        "race",
+        "int4",
+        "",
     ),
-    "told before it is stored": (
-        "__syncthreads();\n        if (threadIdx.x == 0) add_release_gpu(p.progress + index, 1);",
-        "if (threadIdx.x == 0) add_release_gpu(p.progress + index, 1);",
-        "down",
-        "mxfp4",
-        "race",
-    ),
-    "a part too early": ("before = index - p.slots;", "before = index - p.slots - 1;", "all of dX", "mxfp4", "race"),
-    "another row's zero point": ("part.row_of(part.slot_row(own + lane))", "lane", "dX", "int4", ""),
 }
 
 
