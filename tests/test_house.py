@@ -278,7 +278,7 @@ CEILINGS = {
     "blazeproto/lab/**/*.py": 2921,
     "ptxsim/*.py": 2947,
     "scripts/**/*.py": 8702,
-    "tests/**/*.py ptxsim/tests/**/*.py": 23530,
+    "tests/**/*.py ptxsim/tests/**/*.py": 23545,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 6560,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

@@ -1,4 +1,4 @@
-"""The argument of the products by rows (cuda/tiles.cuh: RowsParams), which up.py, linear.py and down_backward.py share."""
+"""The argument of the products by rows (cuda/params.cuh: RowsParams), which up.py, linear.py and down_backward.py share."""
 
 from math import prod
 from typing import Any

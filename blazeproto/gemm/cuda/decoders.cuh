@@ -21,7 +21,7 @@ constexpr int WARP_RUNS = 32 * RUNS;    // what a warp does, one after the other
 constexpr int WARP_SLAB = WARP_RUNS * RUN * int(sizeof(bf16));  // what these are decoded to, swizzled rows of two runs
 constexpr int RUN_CHUNKS = RUN / CHUNK;
 
-// Spins until `counter`, of progress, is `value`.
+// Spins until `counter`, of progress, is at least `value`.
 DEVICE void wait_for(const uint32_t* counter, uint32_t value) {
     while (load_acquire_gpu(counter) < value) {
     }
@@ -43,7 +43,7 @@ DEVICE RowTile in_slot(const RowsParams& p, RowTile tile) {
     const int part = part_at<TILE_COLUMNS>(p, tile);
     if (part + 1 != known_part()) {
         wait_for(p.progress + part, p.decoders * (THREADS / 32));
-        fence_proxy_async_global();  // TMA reads what others wrote
+        fence_proxy_async_global();  // what was acquired is TMA's to read
         known_part() = part + 1;
     }
     tile.expert = part % p.slots;
@@ -138,7 +138,7 @@ DEVICE void decode_weights(const RowsParams& p, int tile_columns) {
             }
         }
         if (lane == 0) {
-            if (untold >= 0) {  // nothing of this part was this warp's
+            if (untold >= 0) {  // this warp has no runs, of any part
                 bulk_wait_group<0>();
                 add_release_gpu(p.progress + untold, 1);
             }
