@@ -320,7 +320,7 @@ def sequences(options: Namespace, vocabulary: int) -> Tensor:
         tokenizer = AutoTokenizer.from_pretrained(options.folder, local_files_only=True)
         ids = torch.tensor(tokenizer(options.text.read_text()).input_ids, dtype=torch.int64)
     except (OSError, ValueError) as error:
-        refuse(f"--text: expected a text file, and a tokenizer in {options.folder}, got {str(error).splitlines()[0]}")
+        refuse(f"--text: expected text, and a tokenizer in {options.folder}, got {str(error).splitlines()[0]}")
     if len(ids) < 2:
         refuse(f"--text: expected at least 2 tokens by the tokenizer in {options.folder}, got {len(ids)}")
     width = min(options.tokens, len(ids))
@@ -463,17 +463,20 @@ def check_options(parser: ArgumentParser, options: Namespace) -> None:
     """End with one line for options that do not fit together, and for places that cannot be read or written."""
     if options.folder is not None and not (options.folder / "config.json").is_file():
         parser.error(f"folder: expected one with config.json, got {options.folder}")
-    if options.tokens < 2:
-        parser.error(f"--tokens: expected at least 2, got {options.tokens}")
-    if options.quantized and options.export is None:
-        parser.error("--quantized: expected --export too, got none")
-    if options.storage and (method := "mxfp4" if options.random else method_of(options.folder)):
-        parser.error(
-            f"--storage: expected none for experts that are quantized already, got {options.storage} for {method}"
-        )
+    method = "mxfp4" if options.random else method_of(options.folder)
     places = [path.resolve() for path in (options.folder, options.adapters, options.export) if path is not None]
-    if len(places) > len({*places}):
-        parser.error(f"folder, --adapters, --export: expected different folders, got {', '.join(map(str, places))}")
+    for wrong, words in (
+        (options.text and not options.text.is_file(), f"--text: expected a file, got {options.text}"),
+        (options.tokens < 2, f"--tokens: expected at least 2, got {options.tokens}"),
+        (options.quantized and not options.export, "--quantized: expected --export too, got none"),
+        (options.storage and method, f"--storage: expected none for experts in {method}, got {options.storage}"),
+        (
+            len(places) > len({*places}),
+            f"folder, --adapters, --export: expected different folders, got {', '.join(map(str, places))}",
+        ),
+    ):
+        if wrong:
+            parser.error(words)
     for name in ("adapters", "export", "json"):
         if (path := getattr(options, name)) is None:
             continue

@@ -203,8 +203,8 @@ def test_options_are_refused_before_a_model_is_loaded(
         ([f"--json={text / 'row.json'}"], "--json: expected a path"),
         ([f"--adapters={text / 'a' / 'b'}"], "--adapters: expected a path"),
         (["--tokens=1"], "--tokens: expected at least 2"),
-        ([f"--text={text}"], "--text: expected"),  # there is no tokenizer
-        ([f"--text={tmp_path / 'none'}"], "--text: expected"),
+        ([f"--text={text}"], f"a tokenizer in {folder}, got"),
+        ([f"--text={tmp_path / 'none'}"], "--text: expected a file"),
         (["--quantized"], "--quantized: expected --export"),
         (["--storage=nf4"], "--storage: expected none"),
     ):
