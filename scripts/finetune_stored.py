@@ -27,7 +27,7 @@ import math
 import os
 import resource
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,7 @@ from blazeproto.autograd import LowRank
 from blazeproto.integrations import peft as on_peft
 from blazeproto.integrations.transformers import expert_parallel, register
 from blazeproto.runtime.arch import ARCHES
+from blazeproto.runtime.checks import require
 from blazeproto.stored import FORMATS, StoredWeight, fp8, int4, quantize
 from blazeproto.stored.module import held, hold
 from scripts.command import argument_parser, positive, refuse
@@ -56,7 +57,10 @@ DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
 }  # in safetensors' words
 TARGETS = {  # of adapters
-    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "target_modules": [
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),  # DeepSeek's
+    ],
     "target_parameters": [f"experts.{name}" for name in ("gate_up_proj", "up_proj", "down_proj")],
 }
 SIZES = (
@@ -102,7 +106,7 @@ def loaded(options: Namespace) -> Any:
         given = {"dtype": torch.bfloat16, "device_map": options.device, "experts_implementation": "blazeproto"}
         model = AutoModelForCausalLM.from_pretrained(options.folder, local_files_only=True, **given)
     if not hasattr(model.config, "quantization_config"):
-        store_experts(model, options.storage)
+        store_experts(model, options.storage or "nf4")
     if model.config.model_type == "gpt_oss":
         attention_with_sinks(model)
     model.gradient_checkpointing_enable()
@@ -143,10 +147,28 @@ PARTS = {  # the tensors of a weight, by a checkpoint's quant_method
 
 def method_of(folder: Path) -> str | None:
     """The quant_method of a checkpoint; None for one in bf16."""
-    found: str | None = (
-        json.loads((folder / "config.json").read_text()).get("quantization_config", {}).get("quant_method")
-    )
-    return found
+    entry = json.loads((folder / "config.json").read_text()).get("quantization_config") or {}
+    return cast(str | None, entry.get("quant_method"))
+
+
+def check_settings(entry: dict[str, Any]) -> None:
+    """ValueError for a quantization_config whose weights `of_tensors_per_expert` would misread."""
+    if entry["quant_method"] == "fp8":
+        block = entry.get("weight_block_size")
+        require(isinstance(block, list | tuple) and len(block) == 2, "weight_block_size", "[rows, columns]", block)
+        return
+    for name, group in (entry.get("config_groups") or {"": {}}).items():
+        group = group if isinstance(group, dict) else {}
+        of = group.get("weights") or {}
+        for setting, got, allowed in (
+            ("format", group.get("format") or entry.get("format"), ("pack-quantized",)),
+            ("weights.num_bits", of.get("num_bits"), (4,)),
+            ("weights.type", of.get("type", "int"), ("int",)),
+            ("weights.strategy", of.get("strategy"), ("group", "channel", None)),
+            ("weights.actorder", of.get("actorder"), ("weight", "static", False, None)),
+            ("input_activations", group.get("input_activations"), (None,)),
+        ):
+            require(got in allowed, f"{setting} of {name or 'config_groups'}", " or ".join(map(str, allowed)), got)
 
 
 @torch.no_grad()
@@ -161,19 +183,30 @@ def of_tensors_per_expert(folder: Path, method: str, device: str) -> Any:
     files = [safe_open(path, "pt", device=device) for path in sorted(folder.glob("*.safetensors"))]
     places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    check_settings(config.quantization_config)
+    ordered = [name for name in places if name.endswith(".weight_g_idx")]
+    require(not ordered, "weight_g_idx", "no such tensor (actorder weight or none)", ", ".join(ordered[:3]))
     block = config.quantization_config.get("weight_block_size")
+    groups = (config.quantization_config.get("config_groups") or {}).values()
+    symmetric = all(group["weights"].get("symmetric", True) for group in groups)
     del config.quantization_config
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+    def complete(lacking: list[str]) -> None:
+        if lacking:
+            refuse(f"{folder}: expected all tensors of {type(model).__name__}, without {', '.join(lacking[:3])}")
 
     def weight_of(paths: list[str], halves: int) -> StoredWeight:
         """The experts' weight, each of one tensor or of gate's and up's."""
         made: list[Tensor | None] = []
         for part in PARTS[method]:
             names = [f"{path}.{part}" for path in paths]
-            if names[0] not in places:
+            lacking = [name for name in names if name not in places]
+            if part == "weight_zero_point" and symmetric and lacking == names:
                 made.append(None)
                 continue
+            complete(lacking)
             first = places[names[0]].get_tensor(names[0])
             whole = first.new_empty(len(paths), *first.shape)
             for place, name in zip(whole, names, strict=True):
@@ -193,12 +226,15 @@ def of_tensors_per_expert(folder: Path, method: str, device: str) -> Any:
             state[key] = weight_of([path], 1).decode(0)
         elif key in places:
             numbers = places[key].get_tensor(key)
-            if f"{key}_scale_inv" in places:
+            if numbers.dtype == torch.float8_e4m3fn:
+                complete([name for name in (f"{key}_scale_inv",) if name not in places])
                 scales = places[f"{key}_scale_inv"].get_tensor(f"{key}_scale_inv").float()
                 for axis, side in enumerate(block):  # the last blocks may be smaller
                     scales = scales.repeat_interleave(side, axis).narrow(axis, 0, numbers.shape[axis])
                 numbers = numbers.float() * scales
             state[key] = numbers.to(t.dtype)
+        elif not t.is_meta:  # a buffer
+            complete([key])
     model.load_state_dict(state, strict=False, assign=True)
     for name, module in model.named_modules():
         if hasattr(module, "is_transposed"):
@@ -207,8 +243,7 @@ def of_tensors_per_expert(folder: Path, method: str, device: str) -> Any:
                 paths = [f"{name}.{expert}.{half}" for expert in range(module.num_experts) for half in halves]
                 hold(module, weight, weight_of(paths, len(halves)))
     model.tie_weights()
-    if left := [name for name, t in model.named_parameters() if t.is_meta]:
-        refuse(f"{folder}: expected all tensors of {type(model).__name__}, without {', '.join(left[:3])}")
+    complete([name for name, t in model.named_parameters() if t.is_meta])
     model.set_experts_implementation("blazeproto")
     model.config.quantization_config = StoredConfig("fp8" if method == "fp8" else "int4")
     with contextlib.suppress(OSError):
@@ -281,8 +316,13 @@ def sequences(options: Namespace, vocabulary: int) -> Tensor:
         return torch.randint(vocabulary, (1, 1, options.tokens))
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(options.folder, local_files_only=True)
-    ids = tokenizer(options.text.read_text(), return_tensors="pt").input_ids[0]
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(options.folder, local_files_only=True)
+        ids = torch.tensor(tokenizer(options.text.read_text()).input_ids, dtype=torch.int64)
+    except (OSError, ValueError) as error:
+        refuse(f"--text: expected a text file, and a tokenizer in {options.folder}, got {str(error).splitlines()[0]}")
+    if len(ids) < 2:
+        refuse(f"--text: expected at least 2 tokens by the tokenizer in {options.folder}, got {len(ids)}")
     width = min(options.tokens, len(ids))
     return ids[: len(ids) // width * width].view(-1, 1, width)
 
@@ -317,7 +357,8 @@ def train(model: Any, options: Namespace) -> dict[str, float]:
     speed = ids.numel() * (options.steps - later) / (times[-1] - times[later])
     row = {"first_loss": losses[0], "last_loss": losses[-1], "tokens_per_s": speed}
     row |= {f"{name}_GiB": peak / 2**30 for name, peak in zip(("allocated", "reserved"), peaks, strict=True)}
-    print(f"peak {row['allocated_GiB']:.2f} GiB allocated, {row['reserved_GiB']:.2f} GiB reserved", flush=True)
+    if rank == 0:
+        print(f"peak {row['allocated_GiB']:.2f} GiB allocated, {row['reserved_GiB']:.2f} GiB reserved", flush=True)
     return row
 
 
@@ -418,6 +459,32 @@ def export(model: Any, folder: Path, storage: str | None) -> None:
         print(f"{name} in {storage}: relative RMS error {math.sqrt(error / square):.4f}")
 
 
+def check_options(parser: ArgumentParser, options: Namespace) -> None:
+    """End with one line for options that do not fit together, and for places that cannot be read or written."""
+    if options.folder is not None and not (options.folder / "config.json").is_file():
+        parser.error(f"folder: expected one with config.json, got {options.folder}")
+    if options.tokens < 2:
+        parser.error(f"--tokens: expected at least 2, got {options.tokens}")
+    if options.quantized and options.export is None:
+        parser.error("--quantized: expected --export too, got none")
+    if options.storage and (method := "mxfp4" if options.random else method_of(options.folder)):
+        parser.error(
+            f"--storage: expected none for experts that are quantized already, got {options.storage} for {method}"
+        )
+    places = [path.resolve() for path in (options.folder, options.adapters, options.export) if path is not None]
+    if len(places) > len({*places}):
+        parser.error(f"folder, --adapters, --export: expected different folders, got {', '.join(map(str, places))}")
+    for name in ("adapters", "export", "json"):
+        if (path := getattr(options, name)) is None:
+            continue
+        if path.exists() and path.is_dir() == (name == "json"):
+            parser.error(f"--{name}: expected a {'file' if name == 'json' else 'folder'}, got {path}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--{name}: expected a path that can be written, got {error}")
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command."""
     parser = argument_parser("scripts.finetune_stored", __doc__)
@@ -425,7 +492,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--random", choices=[*RANDOM], help="no folder: a model of these sizes, of random numbers in MXFP4"
     )
-    parser.add_argument("--storage", choices=[*FORMATS], default="nf4", help="for a checkpoint in bf16 (%(default)s)")
+    parser.add_argument("--storage", choices=[*FORMATS], help="for a checkpoint in bf16 (nf4)")
     for name, words in (
         ("text", "a file, tokenized by the folder's tokenizer"),
         ("adapters", "a folder for peft's adapters"),
@@ -444,6 +511,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if (options.folder is None) == (options.random is None) or (options.random and options.text):
         parser.error("expected a folder, or --random without --text")
+    check_options(parser, options)
+    if options.text is not None:
+        sequences(options, 0)  # refuses a text before the model is loaded
     torch.manual_seed(0)
     register(storage="mxfp4", backend=options.backend)
     on_peft.register()
@@ -462,16 +532,16 @@ def main(arguments: list[str] | None = None) -> None:
     row = train(model, options)
     if dist.is_initialized() and dist.get_rank() > 0:
         return
-    if options.json is not None:
-        of = {name: getattr(options, name) for name in ("backend", "tokens", "steps", "rank")}
-        gpu = torch.cuda.get_device_name() if options.device.startswith("cuda") else "none"
-        of |= {"model": options.random or options.folder.name, "gpu": gpu}
-        options.json.write_text(json.dumps(of | row) + "\n")
     if options.adapters is not None:
         model.save_pretrained(options.adapters)
     if options.export is not None:
         storage = "mxfp4" if model.config.model_type == "gpt_oss" else "fp8"
         export(model, options.export, storage if options.quantized else None)
+    if options.json is not None:
+        of = {name: getattr(options, name) for name in ("backend", "tokens", "steps", "rank")}
+        gpu = torch.cuda.get_device_name() if options.device.startswith("cuda") else "none"
+        of |= {"model": options.random or options.folder.name, "gpu": gpu}
+        options.json.write_text(json.dumps(of | row) + "\n")
 
 
 if __name__ == "__main__":

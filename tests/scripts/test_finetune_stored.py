@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason="needs transformers 5.17 or later")
+tokenizers = pytest.importorskip("tokenizers")  # of transformers
 pytest.importorskip("peft", reason="needs peft 0.20 or later")
 
 from blazeproto import stored  # noqa: E402
@@ -107,6 +108,15 @@ def folder_of(family: str, method: str, where: Path) -> tuple[Path, Any]:
             state[name] = t
     save_file(state, where / "model.safetensors", metadata={"format": "pt"})
     entry = {"quant_method": method, "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "strategy": "group",
+        "group_size": 32,
+        "symmetric": False,
+        "actorder": None,
+    }
+    entry |= {"format": "pack-quantized", "config_groups": {"group_0": {"weights": weights, "input_activations": None}}}
     config = model.config.to_dict() | {"quantization_config": entry, "architectures": [type(model).__name__]}
     (where / "config.json").write_text(json.dumps(config))
     return where, model
@@ -156,3 +166,119 @@ def test_a_folder_is_read_as_its_bytes_lie_trained_and_exported(
         (t - wanted).detach().float().norm(dim=-1).median() for t in (after, before)
     )  # a router may turn at a token
     assert off < 0.1 * change
+
+
+# --- What is refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["fp8", "compressed-tensors"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny DeepSeek-V3 in each format."""
+    monkeypatch.setattr(families, "SMALL", families.SMALL | {"hidden_size": 128, "moe_intermediate_size": 128})
+    (where := tmp_path / "checkpoint").mkdir()
+    with torch.no_grad():
+        return folder_of("deepseek_v3", request.param, where)[0]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *given: object) -> str:
+    """The one line of a command that ends before its first step."""
+    with pytest.raises(SystemExit) as ended:
+        finetune_stored.main([*map(str, given), "--device=cpu", "--steps=1"])
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and "step" not in printed.out
+    return printed.err.splitlines()[-1]
+
+
+def test_options_are_refused_before_a_model_is_loaded(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finetune_stored, "loaded", None)
+    (text := tmp_path / "text").write_text("many words " * 9)
+    bytes_before = (folder / "model.safetensors").read_bytes()
+    for options, words in (
+        ([f"--export={folder / '..' / folder.name}"], "different folders"),
+        ([f"--adapters={tmp_path / 'a'}", f"--export={tmp_path / 'a'}"], "different folders"),
+        ([f"--export={text}"], "--export: expected a folder"),
+        ([f"--json={tmp_path}"], "--json: expected a file"),
+        ([f"--json={text / 'row.json'}"], "--json: expected a path"),
+        ([f"--adapters={text / 'a' / 'b'}"], "--adapters: expected a path"),
+        (["--tokens=1"], "--tokens: expected at least 2"),
+        ([f"--text={text}"], "--text: expected"),  # there is no tokenizer
+        ([f"--text={tmp_path / 'none'}"], "--text: expected"),
+        (["--quantized"], "--quantized: expected --export"),
+        (["--storage=nf4"], "--storage: expected none"),
+    ):
+        assert words in refused(capsys, folder, *options)
+    assert "--storage: expected none" in refused(capsys, "--random=tiny", "--storage=nf4")
+    assert "folder: expected one with config.json" in refused(capsys, tmp_path / "none")
+    assert (folder / "model.safetensors").read_bytes() == bytes_before
+
+
+def test_a_json_that_fails_leaves_adapters_and_export(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters are of all of DeepSeek's attention. Their folders are made."""
+    monkeypatch.setattr(finetune_stored, "train", lambda *_: {"no JSON": object()})
+    given = [f"--{name}={tmp_path / 'new' / name}" for name in ("adapters", "export", "json")]
+    with pytest.raises(TypeError, match="JSON"):
+        finetune_stored.main([str(folder), *given, *ON_CPU])
+    names = load_file(tmp_path / "new" / "adapters" / "adapter_model.safetensors")
+    for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"):
+        assert f"base_model.model.model.layers.1.self_attn.{name}.lora_B.weight" in names
+    assert (tmp_path / "new" / "export" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("folder", "setting", "got"),
+    [
+        ("compressed-tensors", "weights.num_bits", 8),
+        ("compressed-tensors", "weights.actorder", "group"),
+        ("compressed-tensors", "weights.strategy", "tensor"),
+        ("compressed-tensors", "input_activations", {"num_bits": 8}),
+        ("compressed-tensors", "format", "int-quantized"),
+        ("fp8", "weight_block_size", None),
+    ],
+    indirect=["folder"],
+)
+def test_settings_that_would_be_misread_are_refused(setting: str, got: Any, folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    entry = config["quantization_config"]
+    group = entry["config_groups"]["group_0"]
+    of = {"weights": group["weights"], "input_activations": group}.get(setting.split(".")[0], entry)
+    of[setting.split(".")[-1]] = got
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"^{setting}.*expected .*, got"):
+        finetune_stored.main([str(folder), *ON_CPU])
+
+
+def test_tensors_that_are_missing_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And one of weight_g_idx, which would be ignored."""
+    state = load_file(file := folder / "model.safetensors")
+    ends = (
+        "e_score_correction_bias",
+        "3.up_proj.weight",
+        "kv_b_proj.weight",
+        "_scale_inv",
+        "3.down_proj.weight_packed",
+    )
+    for end in (*ends, "weight_scale", "weight_zero_point", "norm.weight"):
+        for name in [name for name in state if name.endswith(end)][-1:]:
+            save_file({key: t for key, t in state.items() if key != name}, file, metadata={"format": "pt"})
+            assert f"without {name}" in refused(capsys, folder)
+    save_file(state | {"a.weight_g_idx": torch.zeros(1)}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"^weight_g_idx: expected .*, got a\.weight_g_idx"):
+        finetune_stored.main([str(folder), *ON_CPU])
+
+
+def test_a_text_of_one_token_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"one": 0, "?": 1}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    for count in (0, 1, 2):
+        (text := tmp_path / "text").write_text("one " * count)
+        if count < 2:
+            assert f"at least 2 tokens by the tokenizer in {folder}, got {count}" in refused(
+                capsys, folder, f"--text={text}"
+            )
+    finetune_stored.main([str(folder), f"--text={text}", *ON_CPU, "--steps=1"])
+    assert 0 < losses_of(capsys.readouterr().out)[0] < 20
