@@ -277,8 +277,8 @@ CEILINGS = {
     "blazeproto/integrations/**/*.py": 378,
     "blazeproto/lab/**/*.py": 2921,
     "ptxsim/*.py": 2947,
-    "scripts/**/*.py": 8702,
-    "tests/**/*.py ptxsim/tests/**/*.py": 23545,
+    "scripts/**/*.py": 8753,
+    "tests/**/*.py ptxsim/tests/**/*.py": 23608,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 6560,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in
