@@ -23,6 +23,11 @@ SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 NAN = 0x7F  # the code; with the sign 0xFF
 
 
+def check_numbers(name: str, values: Tensor) -> None:
+    """ValueError for codes of e4m3, by expert, that are NaN."""
+    require(all(not (one.view(torch.uint8) & NAN == NAN).any() for one in values), name, "numbers", "NaN codes")
+
+
 def fp8(weight: Tensor, scale_inv: Tensor, *, block: tuple[int, int] = (128, 128)) -> StoredWeight:
     """A weight in e4m3. Nothing is copied.
 
@@ -35,7 +40,7 @@ def fp8(weight: Tensor, scale_inv: Tensor, *, block: tuple[int, int] = (128, 128
     values = check_tensor("weight", weight, (torch.float8_e4m3fn,))
     require(values.dim() == 3 and values.numel() > 0, "weight", "shape (E, out, in)", tuple(values.shape))
     check_block("block", block, values.shape, "fp8")
-    require(all(not (one.view(torch.uint8) & NAN == NAN).any() for one in values), "weight", "numbers", "NaN codes")
+    check_numbers("weight", values)
     experts, out, width = values.shape
     shape = experts, out // block[0], width // block[1]
     scales = check_tensor("scale_inv", scale_inv, SCALES, values)

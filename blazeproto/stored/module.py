@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from blazeproto.runtime.checks import instance, one_of, require
+from blazeproto.stored.fp8 import check_numbers
 from blazeproto.stored.weight import FORMATS, StoredWeight, check_block, check_scales, quantize
 
 
@@ -30,7 +31,7 @@ def store(module: Any, names: Sequence[str], storage: str, *, transposed: bool =
     require(not module.stored, "storage", "weights that are not stored", f"stored ones: {', '.join(module.stored)}")
     (rows, columns), axes = FORMATS[storage].block, (1, 2 if transposed else 1)
     for name in names:
-        check_block("block", (rows, columns), getattr(module, name).transpose(*axes).shape, storage)
+        check_block(f"{name}'s block", (rows, columns), getattr(module, name).transpose(*axes).shape, storage)
     for name in names:
         weight = getattr(module, name).transpose(*axes)
         one = quantize(torch.zeros(1, rows, columns, device="cpu") if weight.is_meta else weight, storage)
@@ -73,3 +74,5 @@ def _check_state(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> No
             require(got == torch.uint8, name, f"bytes of {how!r}, as the layer stores it", got)
         if names[1] in state and not state[names[1]].is_meta:
             check_scales(names[1], state[names[1]].view(dtype))
+        if how.startswith("fp8") and names[0] in state and not state[names[0]].is_meta:
+            check_numbers(names[0], state[names[0]])

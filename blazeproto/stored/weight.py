@@ -121,7 +121,9 @@ class StoredWeight:
             for index, place in enumerate(made):
                 place.copy_(self.decode(index))
             return made
-        index = range(len(self))[expert]
+        if not -len(self) <= expert < len(self):
+            raise IndexError(f"expert: expected one of {len(self)}, got {expert}")
+        index = expert % len(self)
         (rows, columns), (_, out, width), format = self.block, self.shape, FORMATS[self.format]
         numbers = format.numbers(self.values[index])
         by_block = numbers.view(out // rows, rows, width // columns, columns)
@@ -230,5 +232,6 @@ def check_block(name: str, block: Any, shape: Any, format: str) -> None:
 def check_scales(name: str, scales: Tensor) -> Tensor:
     """The scales. ValueError for one that is NaN, Inf or negative, or in e8m0 above 2^125: then 4 times it overflows bf16."""
     wide, most = scales.float(), 2.0**125 if scales.dtype == torch.float8_e8m0fnu else torch.finfo(torch.float32).max
-    require(bool(((wide >= 0) & (wide <= most)).all()), name, f"scales from 0 to {most:g}", "NaN, Inf, less or more")
+    expected = "bytes from 0 to 252" if scales.dtype == torch.float8_e8m0fnu else f"scales from 0 to {most:g}"
+    require(bool(((wide >= 0) & (wide <= most)).all()), name, expected, "NaN, Inf, less or more")
     return scales

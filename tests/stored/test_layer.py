@@ -129,6 +129,8 @@ def test_scales_of_a_state_are_checked(storage, byte):
 def test_what_is_refused():
     layer = layer_of("fp8")
     refuses(lambda: layer.load_state_dict(layer_of(None).state_dict()), "gate_up_proj")
+    nan = {"down_proj": torch.full_like(layer.down_proj, 0x7F)}
+    refuses(lambda: layer.load_state_dict(layer.state_dict() | nan), "down_proj")
     in_e8m0 = {"down_proj": torch.zeros(4, 128, 64, dtype=torch.uint8)}
     in_e8m0 |= {"down_proj_scales": torch.ones(4, 128, 4).to(torch.float8_e8m0fnu)}
     refuses(lambda: layer_of("mxfp4").load_state_dict(in_e8m0), "down_proj_scales")
@@ -137,7 +139,7 @@ def test_what_is_refused():
     for load in (partial(layer_of("int4").load_state_dict, given, strict=strict) for strict in (True, False)):
         refuses(load, "gate_up_proj_scale")
     refuses(lambda: layer_of("fp4"), "storage")
-    refuses(lambda: MoE(48, 64, 4, 2, storage="nf4"), "block")
+    refuses(lambda: MoE(48, 64, 4, 2, storage="nf4"), "gate_up_proj's block")
     refuses(lambda: explain(layer, X), "layer")
     refuses(lambda: expert_parallel(layer, None), "moe")
     for kind in (dMoE, DroppingMoE):
@@ -146,6 +148,6 @@ def test_what_is_refused():
         layer.backend = backend
         refuses(lambda: layer(X), "backend")
     plain = layer_of(None)
-    refuses(lambda: MoE(48, 64, 4, 2).store_weights("nf4"), "block")
+    refuses(lambda: MoE(48, 64, 4, 2).store_weights("nf4"), "gate_up_proj's block")
     given = plain.up_proj_weight, layer.down_proj, torch.ones(24, 1), torch.zeros(24, 1).int()
     refuses(lambda: moe_mlp(X, *given, num_experts=4), "down_proj", TypeError)
