@@ -188,7 +188,7 @@ def test_fp8_experts_of_transformers_run_as_they_lie() -> None:
 
 def test_refused_models_stay_as_they_were() -> None:
     model = model_of("qwen3_moe")
-    refuses(lambda: store_experts(model, "fp8"), "block")
+    refuses(lambda: store_experts(model, "fp8"), "gate_up_proj's block")
     refuses(lambda: store_experts(model, "fp4"), "storage")
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
     store_experts(model, "nf4")
