@@ -25,6 +25,7 @@ from blazeproto.autograd.mlp import dispatched_mlp
 from blazeproto.autograd.operators import autocast_dtype, gradient_rounded
 from blazeproto.autograd.options import OPTION_NAMES, Options, documented, takes_options
 from blazeproto.autograd.ranks import Dispatcher, refuse_ranks
+from blazeproto.autograd.records import KeptWeights
 from blazeproto.autograd.shared_expert import SharedExpert
 from blazeproto.router.choices import check_keywords
 from blazeproto.router.router import Router, check_by_token, check_takes_mask, make_router, router_keywords
@@ -134,6 +135,7 @@ class MoE(nn.Module, Shown):
         self.down_proj_bias = nn.Parameter(torch.empty(num_experts, d_model, **where)) if bias else None
         self.shared_expert = SharedExpert(d_model, d_shared, options.activation, **where) if d_shared else None
         self.quantized: QuantizedWeights | None = None  # see `quantize_weights`
+        self.kept = KeptWeights()
 
         if options.backend in ARCHES and self.down_proj.device.type != "meta":
             # A layer made on the host may move to the GPU later: what counts then is whether there is one.
@@ -214,6 +216,10 @@ class MoE(nn.Module, Shown):
         if self.quantized is not None:
             refuse_ranks(self.dispatcher, "quantized")
             of_call["quantized"] = self.quantized
+        elif self.precision == "fp8" and self.dispatcher is None and not torch.compiler.is_compiling():
+            dtype = autocast_dtype(tokens.device.type) or tokens.dtype
+            backend = backend_on(self.backend, tokens.device, dtype, *down_proj.shape, needs=self.options.needs)
+            of_call["quantized"] = self.kept.of_weights((up_proj, down_proj), dtype, backend)
         if self.dispatcher is not None:
             out, overflow = dispatched_mlp(self.dispatcher, *tensors, **of_call)
         else:

@@ -7,8 +7,8 @@
 A record is one run of memory: its shape only says how long it is, and that a chunk's rows have a record of their own. An expert's
 bytes are rounded up to 16, so that the second order begins where tensor maps can.
 
-`QuantizedWeights` holds the records of both weights for several forwards, as in gradient accumulation; the caller says when
-the weights changed.
+`QuantizedWeights` holds the records of both weights for several forwards, as in gradient accumulation: `KeptWeights` for a layer, by
+itself, or the caller, who says when the weights changed.
 """
 
 from collections.abc import Sequence
@@ -145,16 +145,20 @@ def _to_step(optimizer: Optimizer, *, all_trained: bool = False) -> WeakSet[torc
 
 
 def _stepping(optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    if not torch.compiler.is_compiling() and _MADE_OF:
+    if not torch.compiler.is_compiling() and (_MADE_OF or _MET):
         closure = any(map(callable, (*args[1:], *options.values())))  # args: the optimizer first
         _STEPPING[optimizer] = _to_step(optimizer, all_trained=closure)
 
 
 def _stepped(optimizer: Optimizer, *_: Any) -> None:
     """A fused optimizer writes to weights whose versions stay as they were."""
-    if torch.compiler.is_compiling() or not _MADE_OF:
+    if torch.compiler.is_compiling() or not (_MADE_OF or _MET):
         return
     stepped = {*_to_step(optimizer), *_STEPPING.pop(optimizer, ())}
+    for weight in stepped & {*_MET}:
+        _MET[weight] = not _capturing() and _MET[weight] is not False  # a replayed step tells nobody
+    for kept in [*_KEPT]:
+        kept.free(stepped)
     for record, state in [*_MADE_OF.items()]:
         if state and state[0]() in stepped:
             _MADE_OF[record] = None
@@ -215,6 +219,63 @@ def records_of(
         for record, weight in zip(records, weights, strict=True):
             check_unchanged(record, weight, copies=False)
     return records
+
+
+# ---- kept by a layer ---------------------------------------------------------------------------------------------
+
+_MET: WeakKeyDictionary[torch.UntypedStorage, bool | None] = WeakKeyDictionary()
+"""By a trained weight's memory, whether its copies may be kept: an optimizer steps it and tells so. None: no optimizer has yet, as
+with weights that FSDP gathers, or that are written to in another way. False: a CUDA graph steps it, and tells nobody."""
+
+_KEPT: "WeakSet[KeptWeights]" = WeakSet()
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+class KeptWeights:
+    """A layer's `QuantizedWeights` from one forward to the next, until an optimizer steps or a weight is another.
+
+    made: None where nothing is kept.  refreshed: whether memory stays when an optimizer steps.
+    """
+
+    def __init__(self) -> None:
+        self.made: QuantizedWeights | None = None
+        self.of: tuple[Any, ...] = ()
+        _KEPT.add(self)
+
+    def __deepcopy__(self, _: Any) -> "KeptWeights":
+        return KeptWeights()
+
+    def __reduce__(self) -> Any:
+        return KeptWeights, ()
+
+    def of_weights(self, weights: tuple[Tensor, Tensor], dtype: torch.dtype, backend: Any) -> QuantizedWeights | None:
+        """Copies of these weights as they are, made now if need be; None where they may not be kept."""
+        _watch_optimizers()
+        if _capturing() or not all([_may_keep(weight) for weight in weights]):  # all of them are met
+            self.made = None
+            return None
+        of = (dtype, *map(_state, weights))
+        if self.made is None or self.of != of:
+            self.made = None  # its memory goes first
+            self.made, self.of = made_of(*weights, dtype, backend), of
+        return self.made
+
+    def free(self, stepped: set[torch.UntypedStorage]) -> None:
+        """Nothing is kept of these weights."""
+        if self.made is not None and any(state[0]() in stepped for state in self.of[1:]):
+            self.made = None
+
+
+def _may_keep(weight: Tensor) -> bool:
+    """Whether who writes to a weight can be noticed: a version changes, or an optimizer tells."""
+    if weight.is_inference():
+        return False
+    if not (weight.requires_grad and torch.is_grad_enabled()):
+        return _MET.get(weight.untyped_storage()) is not False
+    return bool(_MET.setdefault(weight.untyped_storage(), None))
 
 
 def made_of(gate_up_proj: Tensor, down_proj: Tensor, dtype: torch.dtype, backend: Any) -> QuantizedWeights:
