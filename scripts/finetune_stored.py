@@ -227,8 +227,9 @@ def of_tensors_per_expert(folder: Path, method: str, device: str) -> Any:
         elif key in places:
             numbers = places[key].get_tensor(key)
             if numbers.dtype == torch.float8_e4m3fn:
-                complete([name for name in (f"{key}_scale_inv",) if name not in places])
-                scales = places[f"{key}_scale_inv"].get_tensor(f"{key}_scale_inv").float()
+                name = f"{key}_scale_inv"
+                complete([] if name in places else [name])
+                scales = places[name].get_tensor(name).float()
                 for axis, side in enumerate(block):  # the last blocks may be smaller
                     scales = scales.repeat_interleave(side, axis).narrow(axis, 0, numbers.shape[axis])
                 numbers = numbers.float() * scales
