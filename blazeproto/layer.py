@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from blazeproto.activations import activation_named
-from blazeproto.autograd import QuantizedWeights, SavePolicy, moe_mlp, quantize_weights, saved_bytes
+from blazeproto.autograd import KeptWeights, QuantizedWeights, SavePolicy, moe_mlp, quantize_weights, saved_bytes
 from blazeproto.autograd.backends import backend_on, check_device, device_index, what_runs
 from blazeproto.autograd.call import STORED
 from blazeproto.autograd.checkpoint import refuse_lost_gradients
@@ -62,6 +62,8 @@ class MoE(nn.Module, Shown):
         router_options: the keywords of `Router` for a named one, each a keyword here: ``MoE(..., aux_loss=0.01)``.
         bias: whether the experts' projections have biases.
         d_shared: width of the shared expert that every token visits (DeepSeekMoE §3.2); 0 for none.
+        keep_quantized: with precision="fp8", for how long the experts' weights stay quantized (`KeptWeights`): "step", until the
+            optimizer steps; "changed", the same in memory that stays; "used", not at all: each forward quantizes.
         storage: a name of `blazeproto.stored.FORMATS`, to which `store_weights` then quantizes the experts; None: as parameters.
         keywords: the fields of `blazeproto.autograd.Options`; each is an attribute of the layer, which may be set later.
         device, dtype: of the parameters. A layer of float32 takes x in bf16 or fp16 too and computes in x's dtype; the gradients
@@ -99,6 +101,7 @@ class MoE(nn.Module, Shown):
         router: str | nn.Module = "top_k",
         bias: bool = False,
         d_shared: int = 0,
+        keep_quantized: str = "step",
         storage: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -134,6 +137,7 @@ class MoE(nn.Module, Shown):
         self.down_proj_bias = nn.Parameter(torch.empty(num_experts, d_model, **where)) if bias else None
         self.shared_expert = SharedExpert(d_model, d_shared, options.activation, **where) if d_shared else None
         self.quantized: QuantizedWeights | None = None  # see `quantize_weights`
+        self.kept = KeptWeights(keep_quantized)
 
         if options.backend in ARCHES and self.down_proj.device.type != "meta":
             # A layer made on the host may move to the GPU later: what counts then is whether there is one.
@@ -214,6 +218,8 @@ class MoE(nn.Module, Shown):
         if self.quantized is not None:
             refuse_ranks(self.dispatcher, "quantized")
             of_call["quantized"] = self.quantized
+        elif self.dispatcher is None and self.precision != "bf16":
+            of_call["quantized"] = self.kept
         if self.dispatcher is not None:
             out, overflow = dispatched_mlp(self.dispatcher, *tensors, **of_call)
         else:
@@ -344,7 +350,7 @@ class MoE(nn.Module, Shown):
             row_capacity=self.row_capacity,
             varying_pairs=None if choice is None else self.max_pairs(num_tokens),
             precision=self.options.precision,
-            keep_transposed=self.keep_transposed and self.quantized is None and input_grad,
+            keep_transposed=self.keep_transposed and self.quantized is None and not self.kept.nbytes and input_grad,
         )
 
     def runs_on(self, dtype: torch.dtype | None = None) -> str:
@@ -375,6 +381,7 @@ class MoE(nn.Module, Shown):
         biases = ", bias=True" if self.down_proj_bias is not None else ""
         found = f" ({self.runs_on()})" if self.backend == "auto" else ""
         found += "" if self.precision == "bf16" else f", precision={self.precision}"
+        found += f", kept={nbytes} bytes of quantized weights" if (nbytes := self.kept.nbytes) else ""
         found += "" if self.quantized is None else f", quantized={self.quantized.nbytes} bytes of weights"
         found += "".join(f", {name} stored as {how!r}" for name, (how, _) in self.stored.items())
         found += "" if self.dispatcher is None else f", dispatcher={self.dispatcher}"

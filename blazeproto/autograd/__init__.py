@@ -1,17 +1,18 @@
 """The bridge to PyTorch: it decides what to save, what to recompute, and in which order the kernels run."""
 
 from blazeproto.autograd.checkpoint import checkpoint_contexts, checkpoint_policy
+from blazeproto.autograd.kept import KeptWeights, QuantizedWeights
 from blazeproto.autograd.low_rank import LowRank
 from blazeproto.autograd.mlp import grouped_experts, moe_mlp, quantize_weights
 from blazeproto.autograd.options import Options
 from blazeproto.autograd.policy import SavePolicy, saved_bytes
 from blazeproto.autograd.ranks import Arrived, Dispatcher
-from blazeproto.autograd.records import QuantizedWeights
 from blazeproto.gemm.recipe import Recipe
 
 __all__ = [
     "Arrived",
     "Dispatcher",
+    "KeptWeights",
     "LowRank",
     "Options",
     "QuantizedWeights",

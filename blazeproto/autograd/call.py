@@ -172,6 +172,12 @@ class Backend(Protocol):
     def quantize_weights(self, weights: Tensor, at: Any, out: Any, transposed: Any) -> None:
         """weights (E, m, k) -> `Quantized` ones and their transpose, those that are not None.  at: of `rows_of` or `place_of`."""
 
+    def refresh_weights(
+        self, weight: Tensor, dtype: torch.dtype, out: Any, transposed: Any, hashes: Tensor, call: int
+    ) -> None:
+        """Both orders of a weight (E, m, k), which is rounded to ``dtype`` first, made anew if it has changed.  hashes, call:
+        of `quantize.launch_refresh`, by which that is noticed."""
+
     def place_of(self, t: Tensor) -> Any:
         """The device and stream on which `quantize_weights` runs without a dispatch: t's."""
 

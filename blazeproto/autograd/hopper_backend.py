@@ -252,6 +252,13 @@ def quantized_tokens(t: Tensor, rows: Addresses) -> Quantized:
 quantize_weights = quantize.launch_weights
 
 
+def refresh_weights(
+    weight: Tensor, dtype: torch.dtype, out: Quantized, transposed: Quantized, hashes: Tensor, call: int
+) -> None:
+    f32 = weight.dtype == torch.float32  # which the kernel rounds to bf16
+    quantize.launch_refresh(ready(weight), place_of(weight), out, transposed, hashes, call, f32=f32)
+
+
 def place_of(t: Tensor) -> OnStream:
     return OnStream(t.get_device(), current_stream(t))
 

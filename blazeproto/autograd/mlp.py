@@ -46,6 +46,7 @@ from blazeproto.autograd.backends import backend_on
 from blazeproto.autograd.call import Beside, ExpertsCall, How, Parameters, pack, taken_apart
 from blazeproto.autograd.checks import check_choice, check_counts, check_dense, check_dtype, check_experts
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for
+from blazeproto.autograd.kept import KeptWeights, QuantizedWeights, made_of, records_of
 from blazeproto.autograd.low_rank import LowRank, padded, rank_of, tensors_of
 from blazeproto.autograd.operators import (
     as_experts_see,
@@ -57,7 +58,6 @@ from blazeproto.autograd.operators import (
 from blazeproto.autograd.options import DEFAULTS, Options, merged, takes_options
 from blazeproto.autograd.private import refuse_transforms, unobserved
 from blazeproto.autograd.ranks import ALONE, Dispatcher, PeersNamed, check_dispatcher, local
-from blazeproto.autograd.records import QuantizedWeights, made_of, records_of
 from blazeproto.dispatch.structures import Dispatch
 from blazeproto.runtime.checks import instance, integer
 from blazeproto.stored.weight import StoredWeight
@@ -80,7 +80,7 @@ def moe_mlp(
     pair_tokens: Tensor | None = None,
     token_offsets: Tensor | None = None,
     peers: PeersNamed | None = None,
-    quantized: QuantizedWeights | None = None,
+    quantized: QuantizedWeights | KeptWeights | None = None,
     options: Options | None = None,
     **keywords: Any,
 ) -> Tensor:
@@ -115,8 +115,9 @@ def moe_mlp(
             for a look at them would wait for the device; `dispatch.build_dispatch_varying(validate=True)` takes that look.
         peers: what a dispatcher says whose exchange moves rows inside the operators (`Arrived.peers`): x is then of this rank's
             tokens, and scores and choice are of the pairs that arrived. x and the weights are not checked again.
-        quantized: with precision="fp8", what `quantize_weights` made of gate_up_proj and down_proj as they are now; default: each
-            forward quantizes the weights, as ``keep_transposed`` says.
+        quantized: with precision="fp8", what `quantize_weights` made of gate_up_proj and down_proj as they are now; or
+            `KeptWeights`, which make them where need be, and keep them. Default: each forward quantizes the weights, as
+            ``keep_transposed`` says.
         options: an `Options`, in place of the keywords below; a keyword that is given too replaces its field.
         keywords: the fields of `Options`.
 
@@ -144,6 +145,11 @@ def moe_mlp(
     places = None if peers is None else peers.places
     check_choice(x, scores, *choice, num_experts=num_experts, options=options, num_tokens=places)
     x, scores = as_experts_see(x, scores)
+    if isinstance(quantized, KeptWeights):
+        keeper, quantized = quantized, None
+        if options.precision != "bf16" and not torch.compiler.is_compiling():
+            on = backend_on(options.backend, x.device, x.dtype, *down_proj.shape, needs=options.needs)
+            quantized = keeper.of_weights((gate_up_proj, down_proj), x.dtype, on)
     if quantized is not None:
         kept = records_of(quantized, x.dtype, (gate_up_proj, down_proj), options.precision)
         options = replace(options, keep_transposed=False)  # there they are

@@ -6,30 +6,18 @@
 
 A record is one run of memory: its shape only says how long it is, and that a chunk's rows have a record of their own. An expert's
 bytes are rounded up to 16, so that the second order begins where tensor maps can.
-
-`QuantizedWeights` holds the records of both weights for several forwards, as in gradient accumulation; the caller says when
-the weights changed.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
 from math import prod
-from typing import Any, Self
-from weakref import WeakKeyDictionary, WeakSet, ref
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from blazeproto.autograd.operators import cast, ready
 from blazeproto.gemm.e4m3 import BLOCK, Quantized, blocks, scales_shape
 from blazeproto.gemm.tiles import ALIGNMENT
-from blazeproto.runtime.checks import instance
 
 
 def row_bytes(width: int) -> int:
@@ -110,121 +98,3 @@ def quantized_weight(
         kept, *orders = new_orders(weight, (not transposed, transposed), place)
         quantize(ready(cast(weight, dtype)), at, *orders)
     return weight_in(kept, weight, transposed=transposed)
-
-
-# ---- kept by the caller ------------------------------------------------------------------------------------------
-
-_State = tuple[ref[torch.UntypedStorage], int, torch.Size, int | None]
-
-_MADE_OF: WeakKeyDictionary[torch.UntypedStorage, _State | None] = WeakKeyDictionary()
-"""By a record's memory: the weight then; None: an optimizer has stepped since, or it is a copy. Without an exported program's."""
-
-
-def _state(weight: Tensor) -> _State:
-    """What changes where a tensor is written to or is another one. Not what a replayed CUDA graph or ``weight.data`` writes;
-    tensors that were made in inference mode have no version."""
-    version = None if weight.is_inference() else weight._version
-    return ref(weight.untyped_storage()), weight.data_ptr(), weight.shape, version
-
-
-_STEPPING: WeakKeyDictionary[Optimizer, WeakSet[torch.UntypedStorage]] = WeakKeyDictionary()
-"""The weights that a step in progress may write to: those with gradients at its start, since hooks may clear them before it ends;
-every trainable one if the step has a closure."""
-
-
-@cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_stepping)
-    register_optimizer_step_post_hook(_stepped)
-
-
-def _to_step(optimizer: Optimizer, *, all_trained: bool = False) -> WeakSet[torch.UntypedStorage]:
-    """The weights with gradients. Sparse ones, which no expert has, have no storage."""
-    weights = (p for group in optimizer.param_groups for p in group["params"] if p.layout is torch.strided)
-    return WeakSet(p.untyped_storage() for p in weights if p.grad is not None or (all_trained and p.requires_grad))
-
-
-def _stepping(optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    if not torch.compiler.is_compiling() and _MADE_OF:
-        closure = any(map(callable, (*args[1:], *options.values())))  # args: the optimizer first
-        _STEPPING[optimizer] = _to_step(optimizer, all_trained=closure)
-
-
-def _stepped(optimizer: Optimizer, *_: Any) -> None:
-    """A fused optimizer writes to weights whose versions stay as they were."""
-    if torch.compiler.is_compiling() or not _MADE_OF:
-        return
-    stepped = {*_to_step(optimizer), *_STEPPING.pop(optimizer, ())}
-    for record, state in [*_MADE_OF.items()]:
-        if state and state[0]() in stepped:
-            _MADE_OF[record] = None
-
-
-def check_unchanged(record: Tensor, weight: Tensor, *, copies: bool) -> None:
-    """ValueError: a weight is not that which the record was made of, or was written to since. copies: whether a copy of a record
-    passes, as an exported program has one."""
-    state = _state(weight)
-    if _MADE_OF.get(record.untyped_storage(), state if copies else None) != state:
-        raise ValueError(
-            "quantized: expected of these weights, got of others, or of them before they changed: call quantize_weights again"
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class QuantizedWeights:
-    """Both weights of an expert MLP in fp8, each in forward's order and transposed: what `quantize_weights` made.
-
-    up, down: records (2, E, bytes), uint8, see above.  dtype: of x, to which weights were rounded first.
-    One that was made by hand, copied deeply, or saved and loaded, is of no weights: a forward with it raises ValueError.
-    """
-
-    up: Tensor
-    down: Tensor
-    dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        """What is not noted yet is of no weights: a compiled call would else take it for a record in an exported program."""
-        for name, record in (("up", self.up), ("down", self.down)):
-            instance(name, record, Tensor)
-            _MADE_OF.setdefault(record.untyped_storage())
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.__post_init__()
-
-    def __copy__(self) -> Self:
-        return self  # nothing in it changes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory: about twice the number of the weights' elements."""
-        return self.up.nbytes + self.down.nbytes
-
-
-def records_of(
-    quantized: QuantizedWeights, dtype: torch.dtype, weights: tuple[Any, Any], precision: Any
-) -> tuple[Tensor, Tensor]:
-    """up and down. TypeError for what is not `QuantizedWeights`; ValueError: they are not for x of this dtype or for this
-    precision, or not of these weights as they are, which a compiled call finds in its operators (`node.experts`)."""
-    instance("quantized", quantized, QuantizedWeights, optional=True)
-    for name, expected, got in (("precision", "fp8", precision), ("x", quantized.dtype, dtype)):
-        if expected != got:
-            raise ValueError(f"quantized: expected {name} in {expected}, got {got}")
-    records = quantized.up, quantized.down
-    if not torch.compiler.is_compiling():
-        for record, weight in zip(records, weights, strict=True):
-            check_unchanged(record, weight, copies=False)
-    return records
-
-
-def made_of(gate_up_proj: Tensor, down_proj: Tensor, dtype: torch.dtype, backend: Any) -> QuantizedWeights:
-    """Both weights' records, for as long as the weights stay as they are."""
-    _watch_optimizers()
-    records = []
-    for weight in (gate_up_proj, down_proj):
-        record, *orders = new_orders(weight, (True, True))
-        backend.quantize_weights(ready(cast(weight, dtype)), backend.place_of(weight), *orders)
-        _MADE_OF[record.untyped_storage()] = _state(weight)
-        records.append(record)
-    up, down = records
-    return QuantizedWeights(up, down, dtype)

@@ -15,10 +15,11 @@ from torch import Tensor
 from blazeproto.autograd.backends import backend_on
 from blazeproto.autograd.call import FIELDS, Backend, BackendStep, ExpertsCall, OuterSum, Parameters, first
 from blazeproto.autograd.chunks import WHOLE, Chunk, chunks_of, take
+from blazeproto.autograd.kept import check_unchanged
 from blazeproto.autograd.operators import cast
 from blazeproto.autograd.policy import Saved, SavePolicy
 from blazeproto.autograd.ranks import EXCHANGES
-from blazeproto.autograd.records import check_unchanged, quantized_weight
+from blazeproto.autograd.records import quantized_weight
 from blazeproto.stored.weight import StoredWeight, logical_shape
 
 MAKES = {

@@ -11,6 +11,7 @@ from blazeproto.gemm.product import build_of
 from blazeproto.runtime import driver
 
 THREADS = 128  # of a block that quantizes rows
+WARPS = 8  # of one that looks at weights
 
 
 @cache
@@ -21,7 +22,8 @@ def kernel(entry: str, sources: Path | None = None) -> Kernel:
 
 def kernels() -> list[Kernel]:
     """All of them."""
-    return list(map(kernel, ("quantize_rows", "quantize_weights", "block_offsets", "transpose_rows")))
+    kept = [f"{entry}{of}" for entry in ("note_changes", "refresh_weights") for of in ("", "_f32")]
+    return list(map(kernel, ("quantize_rows", "quantize_weights", *kept, "block_offsets", "transpose_rows")))
 
 
 def transposing() -> list[Kernel]:
@@ -56,6 +58,17 @@ def launch_weights(weights: Any, at: Addresses | OnStream, out: Quantized | None
     _launch(
         "quantize_weights", at, (experts * blocks(m), blocks(k)), 2 * THREADS, weights.data_ptr(), *to[0], *to[1], m, k
     )
+
+
+def launch_refresh(
+    weights: Any, at: Addresses | OnStream, out: Quantized, transposed: Quantized, hashes: Any, call: int, *, f32: bool
+) -> None:
+    """weights (E, m, k) bf16 or fp32 -> both orders, as `launch_weights` makes them, unless all that is looked at is as it was.
+    hashes: (E (m / 128) (k / 128) + 1,) 32 bits, zeros before the first call.  call: greater than before."""
+    experts, m, k = weights.shape
+    grid, of, known = (experts * blocks(m), -(-blocks(k) // WARPS)), "_f32" * f32, (hashes.data_ptr(), experts, call)
+    _launch(f"note_changes{of}", at, grid, 32 * WARPS, weights.data_ptr(), m, k, *known)
+    _launch(f"refresh_weights{of}", at, grid, 32 * WARPS, weights.data_ptr(), *_at(out), *_at(transposed), m, k, *known)
 
 
 def most_blocks(num_rows: int, experts: int) -> int:

@@ -4,12 +4,14 @@
 //   quantize_weights   W (E, m, k) bf16 -> W_q (E, m, k) and its transpose (E, k, m), of which blocks of 128 x 128 share a scale:
 //                      (E, m / 128, k / 128), and transposed as well. W is read once. Of out and
 //                      out_transposed one that is null is left out.
+//   note_changes       W bf16 or fp32 -> whether it has changed, by hashes (E, m / 128, k / 128) of 512 elements of each block
+//   refresh_weights    the same as quantize_weights in both orders, if note_changes says so
 //
 //   block_offsets      offsets (E + 1,) -> how many blocks of 128 rows come before each expert's
 //   transpose_rows     quantized rows, in expert order or tokens' gathered -> (width, blocks of 128 rows), each expert's filled up with
 //                      zeros, of which blocks of 128 x 128 share a scale: (width / 128, blocks)
 //
-// Floors: 3 T width; 3 E m k, or 4 E m k for both orders; 2 R width bytes / 4.24 TB/s.
+// Floors: 3 T width; 3 E m k, or 4 E m k for both orders, E m k / 16 where nothing has changed; 2 R width bytes / 4.24 TB/s.
 //
 // -D: BLOCK    elements of a row that share a scale, and of a weight's block on each side
 #include "quantized.cuh"
@@ -25,6 +27,21 @@ struct Sixteen {
 
     DEVICE Sixteen() : low(), high() {}
     DEVICE explicit Sixteen(const bf16* address) : low(load_chunk(address)), high(load_chunk(address + CHUNK)) {}
+
+    DEVICE explicit Sixteen(const float* address) : low(rounded(address)), high(rounded(address + CHUNK)) {}
+
+    DEVICE static uint4 rounded(const float* eight) {
+        const float4 a = __ldg(reinterpret_cast<const float4*>(eight)), b = __ldg(reinterpret_cast<const float4*>(eight) + 1);
+        return make_uint4(pack_bf16(a.x, a.y), pack_bf16(a.z, a.w), pack_bf16(b.x, b.y), pack_bf16(b.z, b.w));
+    }
+
+    // Of these numbers in this order, and of `seed`.
+    DEVICE uint32_t hash(uint32_t seed) const {
+        const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+        for (const uint32_t word : words) seed = (seed ^ word) * 0x9E3779B1u, seed ^= seed >> 15;
+        return seed;
+    }
 
     DEVICE uint32_t largest(uint32_t than) const {
         than = larger_pair(larger_pair(larger_pair(larger_pair(than, low.x), low.y), low.z), low.w);
@@ -94,40 +111,100 @@ DEVICE void store_turned(const uint4 (&from)[TURNED_ROWS], int group, int chunk,
     }
 }
 
-// A block of 256 threads has a block of a weight: thread t 16 columns of rows 4 (t / 8) to 4 (t / 8) + 3.
+// A weight in blocks of 128 x 128, and where they are quantized to.
+template <class T>
+struct QuantizedWeight {
+    const T* weights;
+    uint8_t* out;
+    float* scales;
+    uint8_t* out_transposed;
+    float* scales_transposed;
+    int64_t m, k;
+    const int64_t blocks_m = (m + BLOCK - 1) / BLOCK, blocks_k = (k + BLOCK - 1) / BLOCK;
+
+    // By a block of 256 threads: thread t has 16 columns of rows 4 (t / 8) to 4 (t / 8) + 3.
+    DEVICE void make(int64_t expert, int64_t block_m, int64_t block_k) const {
+        constexpr int ROWS = TURNED_ROWS;
+        const int group = threadIdx.x / LANES, chunk = threadIdx.x % LANES * PER_CHUNK;
+        const int64_t row = block_m * BLOCK + group * ROWS, column = block_k * BLOCK + chunk;
+        const bool present = row < m && column < k;  // m and k are multiples of 16
+        Sixteen values[ROWS];
+        uint32_t pair = 0;
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            if (present) values[i] = Sixteen(weights + (expert * m + row + i) * k + column);
+            pair = values[i].largest(pair);
+        }
+        const Scale scale = scale_of(largest_of_all<2 * BLOCK>(pair));
+        if (threadIdx.x == 0) {
+            if (out) scales[(expert * blocks_m + block_m) * blocks_k + block_k] = scale.scale;
+            if (out_transposed) scales_transposed[(expert * blocks_k + block_k) * blocks_m + block_m] = scale.scale;
+        }
+        uint4 quantized_rows[ROWS];
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            quantized_rows[i] = values[i].quantize(scale.inverse);
+            if (out && present) *reinterpret_cast<uint4*>(out + (expert * m + row + i) * k + column) = quantized_rows[i];
+        }
+        if (!out_transposed) return;
+        store_turned(quantized_rows, group, chunk, out_transposed + (expert * k + block_k * BLOCK) * m + block_m * BLOCK, m,
+                     k - block_k * BLOCK, m - block_m * BLOCK);
+    }
+
+    // By a warp: of 16 neighbours in each fourth row, others in the next row and in the next block. Never 0.
+    DEVICE uint32_t hash(int64_t expert, int64_t block_m, int64_t block_k) const {
+        const int lane = threadIdx.x % 32;
+        const int64_t row = block_m * BLOCK + lane * 4 + (block_m + block_k) % 4;
+        const int64_t column = block_k * BLOCK + (lane + block_k) % LANES * PER_CHUNK;
+        const bool present = row < m && column < k;
+        return __reduce_add_sync(~0u, present ? Sixteen(weights + (expert * m + row) * k + column).hash(lane) : 0) | 1;
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(2 * BLOCK)
 quantize_weights(const bf16* weights, uint8_t* out, float* scales, uint8_t* out_transposed, float* scales_transposed, int64_t m,
                  int64_t k) {
-    constexpr int ROWS = TURNED_ROWS;
-    const int64_t blocks_m = (m + BLOCK - 1) / BLOCK, blocks_k = (k + BLOCK - 1) / BLOCK;
-    const int64_t expert = blockIdx.x / blocks_m, block_m = blockIdx.x % blocks_m, block_k = blockIdx.y;
-    const int group = threadIdx.x / LANES, chunk = threadIdx.x % LANES * PER_CHUNK;
-    const int64_t row = block_m * BLOCK + group * ROWS, column = block_k * BLOCK + chunk;
-    const bool present = row < m && column < k;  // m and k are multiples of 16
-    weights += expert * m * k;
-
-    Sixteen values[ROWS];
-    uint32_t pair = 0;
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        if (present) values[i] = Sixteen(weights + (row + i) * k + column);
-        pair = values[i].largest(pair);
-    }
-    const Scale scale = scale_of(largest_of_all<2 * BLOCK>(pair));
-    if (threadIdx.x == 0) {
-        if (out) scales[(expert * blocks_m + block_m) * blocks_k + block_k] = scale.scale;
-        if (out_transposed) scales_transposed[(expert * blocks_k + block_k) * blocks_m + block_m] = scale.scale;
-    }
-    uint4 quantized_rows[ROWS];
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        quantized_rows[i] = values[i].quantize(scale.inverse);
-        if (out && present) *reinterpret_cast<uint4*>(out + (expert * m + row + i) * k + column) = quantized_rows[i];
-    }
-    if (!out_transposed) return;
-    store_turned(quantized_rows, group, chunk, out_transposed + (expert * k + block_k * BLOCK) * m + block_m * BLOCK, m,
-                 k - block_k * BLOCK, m - block_m * BLOCK);
+    const QuantizedWeight<bf16> weight{weights, out, scales, out_transposed, scales_transposed, m, k};
+    weight.make(blockIdx.x / weight.blocks_m, blockIdx.x % weight.blocks_m, blockIdx.y);
 }
+
+constexpr int WARPS = 2 * BLOCK / 32;  // blocks of a weight that a block of threads has: neighbours in a row
+
+// A warp a block. hashes: zeros where nothing has been made; behind them the number of the last call that has found a change.
+template <class T>
+DEVICE void note(const QuantizedWeight<T>& weight, uint32_t* hashes, int64_t experts, int call) {
+    const int64_t block_k = int64_t(blockIdx.y) * WARPS + threadIdx.x / 32;
+    if (block_k >= weight.blocks_k) return;
+    const uint32_t now = weight.hash(blockIdx.x / weight.blocks_m, blockIdx.x % weight.blocks_m, block_k);
+    uint32_t& known = hashes[blockIdx.x * weight.blocks_k + block_k];
+    if (threadIdx.x % 32 || known == now) return;
+    known = now;
+    atomicMax(reinterpret_cast<int*>(hashes + experts * weight.blocks_m * weight.blocks_k), call);
+}
+
+template <class T>
+DEVICE void refresh(const QuantizedWeight<T>& weight, const uint32_t* hashes, int64_t experts, int call) {
+    if (int(hashes[experts * weight.blocks_m * weight.blocks_k]) != call) return;
+    const int64_t first = int64_t(blockIdx.y) * WARPS;
+    for (int64_t block_k = first; block_k < min(first + WARPS, weight.blocks_k); ++block_k) {
+        weight.make(blockIdx.x / weight.blocks_m, blockIdx.x % weight.blocks_m, block_k);
+        __syncthreads();  // what it shared has been read
+    }
+}
+
+#define ENTRIES(T, OF)                                                                                                              \
+    extern "C" __global__ void __launch_bounds__(2 * BLOCK)                                                                         \
+    note_changes##OF(const T* weights, int64_t m, int64_t k, uint32_t* hashes, int64_t experts, int call) {                         \
+        note(QuantizedWeight<T>{weights, nullptr, nullptr, nullptr, nullptr, m, k}, hashes, experts, call);                         \
+    }                                                                                                                               \
+    extern "C" __global__ void __launch_bounds__(2 * BLOCK)                                                                         \
+    refresh_weights##OF(const T* weights, uint8_t* out, float* scales, uint8_t* out_transposed, float* scales_transposed, int64_t m, \
+                        int64_t k, const uint32_t* hashes, int64_t experts, int call) {                                             \
+        refresh(QuantizedWeight<T>{weights, out, scales, out_transposed, scales_transposed, m, k}, hashes, experts, call);          \
+    }
+ENTRIES(bf16, )
+ENTRIES(float, _f32)
+#undef ENTRIES
 
 extern "C" __global__ void __launch_bounds__(32) block_offsets(const int* offsets, int* out, int64_t experts) {
     int before = 0;

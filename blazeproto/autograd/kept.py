@@ -1,0 +1,261 @@
+"""Weights in fp8 that outlive a forward pass: for how long they are those that their weights would be quantized to.
+
+`QuantizedWeights` are the caller's, who says when the weights have changed: a forward with others raises. `KeptWeights` are a
+layer's own, made by a forward that meets another version of a weight, and freed when an optimizer steps:
+
+    forward ──> quantize, both orders ──> backward, forward of the next micro-batch, backward ──> optimizer.step() frees them
+
+The host sees most writes: by another tensor, by another version, and by a hook on optimizers, since fused ones change no version.
+It does not see a write through ``weight.data`` or by a replayed CUDA graph. So each forward with kept copies looks at one of 32
+numbers on the device, in each row and each column. Where one has changed, the weight is quantized again (cuda/quantize.cu).
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any, NamedTuple, Self
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from blazeproto.autograd.operators import cast, ready
+from blazeproto.autograd.records import new_orders, weight_in
+from blazeproto.gemm.e4m3 import scales_shape
+from blazeproto.runtime.checks import instance, one_of
+
+_State = tuple[ref[torch.UntypedStorage], int, torch.Size, int | None]
+
+_MADE_OF: WeakKeyDictionary[torch.UntypedStorage, _State | None] = WeakKeyDictionary()
+"""By a record's memory: the weight then; None: an optimizer has stepped since, or it is a copy. Without an exported program's."""
+
+
+def _state(weight: Tensor) -> _State:
+    """What changes where a tensor is written to or is another one. Not what a replayed CUDA graph or ``weight.data`` writes;
+    tensors that were made in inference mode have no version."""
+    version = None if weight.is_inference() else weight._version
+    return ref(weight.untyped_storage()), weight.data_ptr(), weight.shape, version
+
+
+_STEPPING: WeakKeyDictionary[Optimizer, WeakSet[torch.UntypedStorage]] = WeakKeyDictionary()
+"""The weights that a step in progress may write to: those with gradients at its start, since hooks may clear them before it ends;
+every trainable one if the step has a closure."""
+
+
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_stepping)
+    register_optimizer_step_post_hook(_stepped)
+
+
+def _to_step(optimizer: Optimizer, *, all_trained: bool = False) -> WeakSet[torch.UntypedStorage]:
+    """The weights with gradients. Sparse ones, which no expert has, have no storage."""
+    weights = (p for group in optimizer.param_groups for p in group["params"] if p.layout is torch.strided)
+    return WeakSet(p.untyped_storage() for p in weights if p.grad is not None or (all_trained and p.requires_grad))
+
+
+def _stepping(optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    if not torch.compiler.is_compiling() and (_MADE_OF or _MET):
+        closure = any(map(callable, (*args[1:], *options.values())))  # args: the optimizer first
+        _STEPPING[optimizer] = _to_step(optimizer, all_trained=closure)
+
+
+def _stepped(optimizer: Optimizer, *_: Any) -> None:
+    """A fused optimizer writes to weights whose versions stay as they were."""
+    if torch.compiler.is_compiling() or not (_MADE_OF or _MET):
+        return
+    stepped = {*_to_step(optimizer), *_STEPPING.pop(optimizer, ())}
+    for storage in stepped & {*_MET}:
+        _MET[storage] = True
+    for kept in [*_KEPT]:
+        kept.end(stepped)
+    for record, state in [*_MADE_OF.items()]:
+        if state and state[0]() in stepped:
+            _MADE_OF[record] = None
+
+
+_MET: WeakKeyDictionary[torch.UntypedStorage, bool | None] = WeakKeyDictionary()
+"""By the memory of a weight that a layer has met. True: an optimizer steps it. None: none has yet, and perhaps none will, as with
+trained weights that FSDP gathers. False: that memory has been given back, as FSDP does after a forward."""
+
+
+def check_unchanged(record: Tensor, weight: Tensor, *, copies: bool) -> None:
+    """ValueError: a weight is not that which the record was made of, or was written to since. copies: whether a copy of a record
+    passes, as an exported program has one."""
+    state = _state(weight)
+    if _MADE_OF.get(record.untyped_storage(), state if copies else None) != state:
+        raise ValueError(
+            "quantized: expected of these weights, got of others, or of them before they changed: call quantize_weights again"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeights:
+    """Both weights of an expert MLP in fp8, each in forward's order and transposed: what `quantize_weights` made.
+
+    up, down: records (2, E, bytes), uint8, see above.  dtype: of x, to which weights were rounded first.
+    One that was made by hand, copied deeply, or saved and loaded, is of no weights: a forward with it raises ValueError.
+    """
+
+    up: Tensor
+    down: Tensor
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        """What is not noted yet is of no weights: a compiled call would else take it for a record in an exported program."""
+        for name, record in (("up", self.up), ("down", self.down)):
+            instance(name, record, Tensor)
+            _MADE_OF.setdefault(record.untyped_storage())
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()
+
+    def __copy__(self) -> Self:
+        return self  # nothing in it changes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory: about twice the number of the weights' elements."""
+        return self.up.nbytes + self.down.nbytes
+
+
+def records_of(
+    quantized: QuantizedWeights, dtype: torch.dtype, weights: tuple[Any, Any], precision: Any
+) -> tuple[Tensor, Tensor]:
+    """up and down. TypeError for what is not `QuantizedWeights`; ValueError: they are not for x of this dtype or for this
+    precision, or not of these weights as they are, which a compiled call finds in its operators (`node.experts`)."""
+    instance("quantized", quantized, QuantizedWeights, optional=True)
+    for name, expected, got in (("precision", "fp8", precision), ("x", quantized.dtype, dtype)):
+        if expected != got:
+            raise ValueError(f"quantized: expected {name} in {expected}, got {got}")
+    records = quantized.up, quantized.down
+    if not torch.compiler.is_compiling():
+        for record, weight in zip(records, weights, strict=True):
+            check_unchanged(record, weight, copies=False)
+    return records
+
+
+def made_of(gate_up_proj: Tensor, down_proj: Tensor, dtype: torch.dtype, backend: Any) -> QuantizedWeights:
+    """Both weights' records, for as long as the weights stay as they are."""
+    _watch_optimizers()
+    records = []
+    for weight in (gate_up_proj, down_proj):
+        record, *orders = new_orders(weight, (True, True))
+        backend.quantize_weights(ready(cast(weight, dtype)), backend.place_of(weight), *orders)
+        _MADE_OF[record.untyped_storage()] = _state(weight)
+        records.append(record)
+    up, down = records
+    return QuantizedWeights(up, down, dtype)
+
+
+# ---- kept by a layer ---------------------------------------------------------------------------------------------
+
+_KEPT: "WeakSet[KeptWeights]" = WeakSet()
+_LAST: "list[ref[KeptWeights]]" = []
+"""The one that was asked last, by a layer whose forward is over when the next layer asks."""
+
+
+class _Kept(NamedTuple):
+    """Copies.  hashes: of both weights' blocks (`quantize.launch_refresh`).  fits: dtype of x, shapes and devices of weights that
+    the memory is for.  of: the states of the weights, none once an optimizer has stepped."""
+
+    weights: QuantizedWeights
+    hashes: tuple[Tensor, ...]
+    fits: tuple[Any, ...]
+    of: tuple[_State, ...]
+
+
+class KeptWeights:
+    """A layer's quantized weights, which it makes by itself, and keeps from one forward to the next where it may.
+
+    until: "step": an optimizer's step frees them. "changed": their memory stays, and the first forward after a step fills it
+    again. "used": nothing is kept, and each forward quantizes.
+
+    Trained weights are kept once an optimizer of torch's has been seen to step them; frozen ones, and those of forwards without
+    gradients, at once. Nothing is kept of what FSDP gathers, of tensors that were made in inference mode or are of a
+    subclass, nor while a CUDA graph is captured or a layer is compiled.
+
+    ValueError for another ``until``.
+    """
+
+    def __init__(self, until: str = "step") -> None:
+        one_of("until", until, ("step", "changed", "used"))
+        self.until = until
+        self._made: _Kept | None = None
+        self._calls = 0
+        _KEPT.add(self)
+
+    def __reduce__(self) -> Any:
+        """Copies and what is loaded have nothing yet."""
+        return KeptWeights, (self.until,)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory: about twice the number of the weights' elements, or 0."""
+        return 0 if self._made is None else self._made.weights.nbytes + sum(each.nbytes for each in self._made.hashes)
+
+    def of_weights(self, weights: tuple[Any, Any], dtype: torch.dtype, backend: Any) -> QuantizedWeights | None:
+        """The weights (E, 2n, d) and (E, d, n), quantized as they are now; None where nothing is kept of them."""
+        _watch_optimizers()
+        _end_of_the_last(self)
+        may = [_may_keep(weight) for weight in weights]
+        if self.until == "used" or not all(may) or (weights[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._made = None
+            return None
+        made, of = self._made, tuple(map(_state, weights))
+        with torch.no_grad(), torch.inference_mode(False):  # or no backward could save what is made
+            if made is None or made.of != of or made.weights.dtype != dtype:
+                made = self._made = self._anew(weights, dtype)._replace(of=of)
+                for known, record, state in zip(made.hashes, (made.weights.up, made.weights.down), of, strict=True):
+                    known.zero_()
+                    _MADE_OF[record.untyped_storage()] = state
+            self._calls += 1
+            for weight, record, hashes in zip(weights, (made.weights.up, made.weights.down), made.hashes, strict=True):
+                orders = weight_in(record, weight), weight_in(record, weight, transposed=True)
+                backend.refresh_weights(weight, dtype, *orders, hashes, self._calls)
+        return made.weights
+
+    def _anew(self, weights: tuple[Tensor, ...], dtype: torch.dtype) -> _Kept:
+        """The memory from before if it fits, else new memory."""
+        made, self._made = self._made, None
+        fits = (dtype, *((weight.shape, weight.device) for weight in weights))
+        if made is None or made.fits != fits:
+            made = None  # its memory goes first
+            up, down = (new_orders(weight, (True, True))[0] for weight in weights)
+            sizes = (prod(scales_shape("128x128", weight.shape)) + 1 for weight in weights)
+            hashes = tuple(t.new_empty(size, dtype=torch.int32) for t, size in zip(weights, sizes, strict=True))
+            made = _Kept(QuantizedWeights(up, down, dtype), hashes, fits, ())
+        return made
+
+    def end(self, stepped: set[torch.UntypedStorage]) -> None:
+        """An optimizer has stepped these weights."""
+        if self._made is not None and any(state[0]() in stepped for state in self._made.of):
+            self._made = self._made._replace(of=()) if self.until == "changed" else None
+
+    def end_if_gathered(self) -> None:
+        """Nothing is kept of weights whose memory has been given back, as FSDP does after a forward."""
+        storages = [state[0]() for state in self._made.of] if self._made else []
+        if any(storage is None or not storage.nbytes() for storage in storages):
+            _MET.update(dict.fromkeys((storage for storage in storages if storage is not None), False))
+            self._made = None
+
+
+def _end_of_the_last(kept: KeptWeights) -> None:
+    for last in _LAST:
+        if (one := last()) is not None:
+            one.end_if_gathered()
+    _LAST[:] = [ref(kept)]
+
+
+def _may_keep(weight: Tensor) -> bool:
+    if type(weight) not in (Tensor, nn.Parameter) or weight.is_inference() or not weight.is_contiguous():
+        return False
+    known = _MET.setdefault(weight.untyped_storage(), None)
+    trained = weight.requires_grad and torch.is_grad_enabled()
+    return bool(known) or (known is None and not trained)
