@@ -15,15 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from blazeproto.activations import activation_named
-from blazeproto.autograd import KeptWeights, QuantizedWeights, SavePolicy, moe_mlp, quantize_weights, saved_bytes
+from blazeproto.autograd import QuantizedWeights, SavePolicy, moe_mlp, quantize_weights, saved_bytes
 from blazeproto.autograd.backends import backend_on, check_device, device_index, what_runs
 from blazeproto.autograd.call import STORED
 from blazeproto.autograd.checkpoint import refuse_lost_gradients
 from blazeproto.autograd.checks import check_dense, check_dtype, check_weights
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for, num_chunks
+from blazeproto.autograd.kept import KeptWeights
 from blazeproto.autograd.mlp import dispatched_mlp
 from blazeproto.autograd.operators import autocast_dtype, gradient_rounded
-from blazeproto.autograd.options import OPTION_NAMES, Options, documented, takes_options
+from blazeproto.autograd.options import OPTION_NAMES, Options, documented, set_attributes, takes_options
 from blazeproto.autograd.ranks import Dispatcher, refuse_ranks
 from blazeproto.autograd.shared_expert import SharedExpert
 from blazeproto.router.choices import check_keywords
@@ -62,8 +63,8 @@ class MoE(nn.Module, Shown):
         router_options: the keywords of `Router` for a named one, each a keyword here: ``MoE(..., aux_loss=0.01)``.
         bias: whether the experts' projections have biases.
         d_shared: width of the shared expert that every token visits (DeepSeekMoE §3.2); 0 for none.
-        keep_quantized: with precision="fp8", for how long the experts' weights stay quantized (`KeptWeights`): "step", until the
-            optimizer steps; "changed", the same in memory that stays; "used", not at all: each forward quantizes.
+        keep_quantized: for how long weights that fp8 has quantized are kept: until the optimizer's "step", until they have
+            "changed", or until they are "used" (docs/fp8.md).
         storage: a name of `blazeproto.stored.FORMATS`, to which `store_weights` then quantizes the experts; None: as parameters.
         keywords: the fields of `blazeproto.autograd.Options`; each is an attribute of the layer, which may be set later.
         device, dtype: of the parameters. A layer of float32 takes x in bf16 or fp16 too and computes in x's dtype; the gradients
@@ -373,6 +374,8 @@ class MoE(nn.Module, Shown):
             raise TypeError(f"options: expected blazeproto.autograd.Options, got {type(value).__name__}")
         if name == "options" and (shared := self._modules.get("shared_expert")) is not None:
             shared.activation = value.activation
+        if hasattr(value, "device_mesh"):  # FSDP, which takes away after a forward what it gathers for it
+            self.kept = KeptWeights("used")
         fixed(self, name, value, SIZES)
         super().__setattr__(name, value)
 
@@ -391,17 +394,5 @@ class MoE(nn.Module, Shown):
         )
 
 
-def _option_of_layer(name: str) -> property:
-    def value(self: MoE) -> Any:
-        """An option of the experts, see `blazeproto.autograd.Options`."""
-        return getattr(self.options, name)
-
-    def set_value(self: MoE, value: Any) -> None:
-        self.options = replace(self.options, **{name: value})
-
-    return property(value, set_value)
-
-
 MoE.__doc__ = documented(MoE.__doc__)
-for _name in OPTION_NAMES:
-    setattr(MoE, _name, _option_of_layer(_name))
+set_attributes(MoE)

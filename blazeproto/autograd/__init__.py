@@ -1,7 +1,7 @@
 """The bridge to PyTorch: it decides what to save, what to recompute, and in which order the kernels run."""
 
 from blazeproto.autograd.checkpoint import checkpoint_contexts, checkpoint_policy
-from blazeproto.autograd.kept import KeptWeights, QuantizedWeights
+from blazeproto.autograd.kept import QuantizedWeights
 from blazeproto.autograd.low_rank import LowRank
 from blazeproto.autograd.mlp import grouped_experts, moe_mlp, quantize_weights
 from blazeproto.autograd.options import Options
@@ -12,7 +12,6 @@ from blazeproto.gemm.recipe import Recipe
 __all__ = [
     "Arrived",
     "Dispatcher",
-    "KeptWeights",
     "LowRank",
     "Options",
     "QuantizedWeights",

@@ -79,9 +79,9 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
             _MADE_OF[record] = None
 
 
-_MET: WeakKeyDictionary[torch.UntypedStorage, bool | None] = WeakKeyDictionary()
-"""By the memory of a weight that a layer has met. True: an optimizer steps it. None: none has yet, and perhaps none will, as with
-trained weights that FSDP gathers. False: that memory has been given back, as FSDP does after a forward."""
+_MET: WeakKeyDictionary[torch.UntypedStorage, bool] = WeakKeyDictionary()
+"""By the memory of a weight that a layer has met, whether an optimizer has stepped it. None will where a program has copies of
+weights of its own."""
 
 
 def check_unchanged(record: Tensor, weight: Tensor, *, copies: bool) -> None:
@@ -157,8 +157,6 @@ def made_of(gate_up_proj: Tensor, down_proj: Tensor, dtype: torch.dtype, backend
 # ---- kept by a layer ---------------------------------------------------------------------------------------------
 
 _KEPT: "WeakSet[KeptWeights]" = WeakSet()
-_LAST: "list[ref[KeptWeights]]" = []
-"""The one that was asked last, by a layer whose forward is over when the next layer asks."""
 
 
 class _Kept(NamedTuple):
@@ -174,26 +172,26 @@ class _Kept(NamedTuple):
 class KeptWeights:
     """A layer's quantized weights, which it makes by itself, and keeps from one forward to the next where it may.
 
-    until: "step": an optimizer's step frees them. "changed": their memory stays, and the first forward after a step fills it
+    how: "step": an optimizer's step frees them. "changed": their memory stays, and the first forward after a step fills it
     again. "used": nothing is kept, and each forward quantizes.
 
     Trained weights are kept once an optimizer of torch's has been seen to step them; frozen ones, and those of forwards without
-    gradients, at once. Nothing is kept of what FSDP gathers, of tensors that were made in inference mode or are of a
-    subclass, nor while a CUDA graph is captured or a layer is compiled.
+    gradients, at once. Nothing is kept of what is no `nn.Parameter`, as a DTensor, or was made in inference mode, nor while a
+    CUDA graph is captured.
 
-    ValueError for another ``until``.
+    ValueError for another ``how``, as the layer's argument keep_quantized.
     """
 
-    def __init__(self, until: str = "step") -> None:
-        one_of("until", until, ("step", "changed", "used"))
-        self.until = until
+    def __init__(self, how: str = "step") -> None:
+        one_of("keep_quantized", how, ("step", "changed", "used"))
+        self.how = how
         self._made: _Kept | None = None
         self._calls = 0
         _KEPT.add(self)
 
     def __reduce__(self) -> Any:
         """Copies and what is loaded have nothing yet."""
-        return KeptWeights, (self.until,)
+        return KeptWeights, (self.how,)
 
     @property
     def nbytes(self) -> int:
@@ -203,9 +201,8 @@ class KeptWeights:
     def of_weights(self, weights: tuple[Any, Any], dtype: torch.dtype, backend: Any) -> QuantizedWeights | None:
         """The weights (E, 2n, d) and (E, d, n), quantized as they are now; None where nothing is kept of them."""
         _watch_optimizers()
-        _end_of_the_last(self)
         may = [_may_keep(weight) for weight in weights]
-        if self.until == "used" or not all(may) or (weights[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        if self.how == "used" or not all(may) or (weights[0].is_cuda and torch.cuda.is_current_stream_capturing()):
             self._made = None
             return None
         made, of = self._made, tuple(map(_state, weights))
@@ -236,26 +233,11 @@ class KeptWeights:
     def end(self, stepped: set[torch.UntypedStorage]) -> None:
         """An optimizer has stepped these weights."""
         if self._made is not None and any(state[0]() in stepped for state in self._made.of):
-            self._made = self._made._replace(of=()) if self.until == "changed" else None
-
-    def end_if_gathered(self) -> None:
-        """Nothing is kept of weights whose memory has been given back, as FSDP does after a forward."""
-        storages = [state[0]() for state in self._made.of] if self._made else []
-        if any(storage is None or not storage.nbytes() for storage in storages):
-            _MET.update(dict.fromkeys((storage for storage in storages if storage is not None), False))
-            self._made = None
-
-
-def _end_of_the_last(kept: KeptWeights) -> None:
-    for last in _LAST:
-        if (one := last()) is not None:
-            one.end_if_gathered()
-    _LAST[:] = [ref(kept)]
+            self._made = self._made._replace(of=()) if self.how == "changed" else None
 
 
 def _may_keep(weight: Tensor) -> bool:
-    if type(weight) not in (Tensor, nn.Parameter) or weight.is_inference() or not weight.is_contiguous():
+    if type(weight) is not nn.Parameter or weight.is_inference() or not weight.is_contiguous():
         return False
-    known = _MET.setdefault(weight.untyped_storage(), None)
-    trained = weight.requires_grad and torch.is_grad_enabled()
-    return bool(known) or (known is None and not trained)
+    stepped = _MET.setdefault(weight.untyped_storage(), False)
+    return stepped or not (weight.requires_grad and torch.is_grad_enabled())

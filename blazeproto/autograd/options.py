@@ -229,4 +229,21 @@ def documented(doc: str | None, *left_out: str) -> str:
     )
 
 
+def set_attributes(layer: type) -> None:
+    """Each option as an attribute of a class whose objects have ``options``."""
+
+    def attribute(name: str) -> property:
+        def value(self: Any) -> Any:
+            """An option of the experts, see `blazeproto.autograd.Options`."""
+            return getattr(self.options, name)
+
+        def set_value(self: Any, value: Any) -> None:
+            self.options = replace(self.options, **{name: value})
+
+        return property(value, set_value)
+
+    for name in OPTION_NAMES:
+        setattr(layer, name, attribute(name))
+
+
 Options.__doc__ = documented(Options.__doc__)

@@ -129,8 +129,9 @@ def quantize_weights(weights: Tensor, at: Any, out: Quantized | None, transposed
 def refresh_weights(
     weight: Tensor, dtype: torch.dtype, out: Quantized, transposed: Quantized, hashes: Tensor, call: int
 ) -> None:
-    """Always."""
-    quantize_weights(weight.to(dtype), None, out, transposed)
+    """Always; what has saved them for backward is not told."""
+    places = (Quantized(each.values.data, each.scales.data) for each in (out, transposed))
+    quantize_weights(weight.to(dtype), None, *places)
 
 
 place_of = rows_of

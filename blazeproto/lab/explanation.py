@@ -153,7 +153,7 @@ def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: 
 
 def _note(layer: MoE, call: LayerCall, dtype: torch.dtype) -> str:
     router, without = type(layer.router).__name__, ", ".join(name for name, made in call.wanted.items() if not made)
-    quantized = in_bytes(0 if layer.quantized is None else layer.quantized.nbytes)
+    kept = _kept_bytes(layer)
     shared = call.shared and call.wants("x", "shared_up", "shared_down")
     notes = [
         (True, f"Here the layer runs on {layer.runs_on(dtype)}."),
@@ -167,7 +167,7 @@ def _note(layer: MoE, call: LayerCall, dtype: torch.dtype) -> str:
             call.in_fp8,
             "Products of fp8: at twice the rate of bf16. Short blocks that fill up an expert's rows are not counted.",
         ),
-        (layer.quantized is not None, f"Weights quantized before take {quantized} beside the weights."),
+        (kept, f"Weights quantized before take {in_bytes(kept)} beside the weights."),
         (
             call.num_chunks > 1,
             f"The layer runs in {call.num_chunks} chunks of tokens; here its steps are those of the whole batch.",
@@ -179,6 +179,10 @@ def _note(layer: MoE, call: LayerCall, dtype: torch.dtype) -> str:
         ),
     ]
     return " ".join(note for holds, note in notes if holds)
+
+
+def _kept_bytes(layer: MoE) -> int:
+    return layer.kept.nbytes if layer.quantized is None else layer.quantized.nbytes
 
 
 def _wanted(layer: MoE, x: Tensor) -> dict[str, bool]:
@@ -207,7 +211,7 @@ def _call_of(layer: MoE, tokens: Tensor, routing: Any, dtype: torch.dtype, wante
             raise ValueError("x: expected values, which say how many experts a token has, got a meta tensor")
         rows = int(routing.load.sum())
     both = layer.keep_transposed and layer.save != SavePolicy.RECOMPUTE and wanted["x"]
-    quantized = "before" if layer.quantized is not None else "both" if both else "each"
+    quantized = "before" if _kept_bytes(layer) else "both" if both else "each"
     return LayerCall(
         Sizes(
             num_tokens,

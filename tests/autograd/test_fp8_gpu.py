@@ -1,9 +1,13 @@
 """``precision="fp8"`` by the kernels, in a layer's ways. `scripts.bench.fp8` and the PTX machine check its products."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 
+from blazeproto import MoE
 from blazeproto.autograd import grouped_experts, quantize_weights
+from blazeproto.autograd.kept import KeptWeights
 from tests.autograd.cases import assert_same_bits
 from tests.gpu import Captured
 
@@ -81,3 +85,59 @@ def test_a_token_s_bits_are_its_own(gpu_case):
 def test_no_tokens(gpu_case, poisoned):
     out, dx, d_up, d_down, d_scores = gpu_case(0, 64, 128, 3, 2).run(**FP8)
     assert out.shape == dx.shape == (0, 64) and d_scores.shape == (0, 2) and not d_up.any() and not d_down.any()
+
+
+def kept_and_not(dtype: torch.dtype, d: int = 640) -> tuple[MoE, MoE]:
+    layer = MoE(d, 256, 16, 4, precision="fp8", device="cuda", dtype=dtype)
+    twin = deepcopy(layer)
+    twin.kept = KeptWeights("used")
+    return layer, twin
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_that_are_kept_give_the_same_bits(poisoned, dtype):
+    pair = kept_and_not(dtype)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3, fused=True) for each in pair]
+    for step in range(3):
+        for x in torch.randn(2, 700, 640, device="cuda", dtype=torch.bfloat16):
+            outs = [each(x)[0] for each in pair]
+            assert_same_bits(*([out] for out in outs))
+            for out in outs:
+                out.float().square().mean().backward()
+        assert bool(pair[0].kept.nbytes) == (step > 0)
+        assert_same_bits(*([p.grad for p in each.parameters()] for each in pair))
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("write", ["all", "a row", "a column", "an expert"])
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def test_a_write_through_data_is_noticed(write, name):
+    layer, twin = kept_and_not(torch.bfloat16)
+    place = {"all": ..., "a row": (3, 77), "a column": (5, slice(None), 200), "an expert": 2}[write]
+    x = torch.randn(300, 640, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(layer(x)[0], twin(x)[0]) and layer.kept.nbytes
+            for each in (layer, twin):
+                getattr(each, name).data[place] *= -1.5
+
+
+def test_a_step_in_a_replayed_graph_is_noticed():
+    layer, twin = kept_and_not(torch.bfloat16)
+    x = torch.randn(300, 640, device="cuda", dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2, capturable=True)
+
+    def step() -> list[torch.Tensor]:
+        optimizer.zero_grad(set_to_none=False)
+        loss = layer(x)[0].float().square().mean()
+        loss.backward()
+        optimizer.step()
+        return [loss]
+
+    captured = Captured(step)
+    for _ in range(3):
+        captured.replay()
+        twin.load_state_dict(layer.state_dict())
+        with torch.no_grad():
+            assert torch.equal(layer(x)[0], twin(x)[0]) and layer.kept.nbytes
