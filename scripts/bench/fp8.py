@@ -1,6 +1,6 @@
 """The experts in fp8 against themselves in bf16: are the products right, and what do products, quantizing and whole layers take?
 
-    python -m scripts.bench.fp8                        # all four shapes -> results/h200/fp8.json on an H200
+    python -m scripts.bench.fp8                        # all shapes -> results/h200/fp8.json on an H200
     python -m scripts.bench.fp8 --parts checks,products --time-budget 60
     python -m scripts.bench.fp8 --cpu                  # layers alone, tiny
 
@@ -8,13 +8,15 @@ check: each product against its formula, bf16's, in float64, of the same quantiz
 bits may add is computed for some rows and columns, with sums taken out of it every 128 elements of the reduction; and for
 comparison never. Operands that are positive, and of both signs.
 
-One SwiGLU layer's experts, random data, uniform routing, dispatch included, router excluded. bf16 and fp8 in one process, in
-turn (A B A B); medians. fp8 quantizes x, dO and every weight in every call: both orders of a weight in one pass, or each before
-its product (fp8_each: keep_transposed=False); or all weights were quantized before (fp8_fwd, fp8_kept_fwdbwd).
-Peaks: over what was allocated before the call. In a row: four experts' layers, each of which takes what the one before it gives.
+layers: whole `MoE` layers of random data, router included, in bf16 and fp8 with the same weights, in one process, in turn (A B A
+B); medians. A step is a forward and backward of one micro-batch, or of two; gradients are not added up. fp8 quantizes x and dO in
+every call, and weights once a step (fp8) or in every call (fp8_used: keep_quantized="used"). The optimizer writes nothing, so
+that its time does not count. fp8_fwd: forwards alone, as in evaluation, which quantize weights once.
+Peaks: over what was allocated before the step; of it, what is kept of weights. In a row: four experts' layers without a router,
+each of which takes what the one before it gives; fp8_each: keep_transposed=False.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blazeproto.autograd import moe_mlp, quantize_weights
+from blazeproto import MoE
+from blazeproto.autograd import moe_mlp
 from blazeproto.autograd.hopper_backend import rows_of
 from blazeproto.autograd.records import new_quantized
 from blazeproto.dispatch import build_dispatch
@@ -37,13 +40,22 @@ from ptxsim.matrices import multiply_in_14_bits
 from scripts.bench import peers
 from scripts.bench.common import MIB, cfg_of
 from scripts.bench.running import Bench, Item, run
-from scripts.bench.timing import Machine, Row, relative_difference, saved_bytes, tensors_in
+from scripts.bench.timing import Machine, Row, relative_difference, saved_bytes
 
 SHAPES = (
     Sizes(32768, 2048, 768, 128, 8),
     Sizes(32768, 4096, 1024, 64, 4),
     Sizes(16384, 4096, 14336, 8, 2),
     Sizes(16384, 7168, 2048, 256, 8),
+)
+LAYERS = (
+    *SHAPES,
+    Sizes(16384, 4096, 1536, 128, 8),
+    Sizes(32768, 4096, 1408, 128, 8),
+    Sizes(16384, 2048, 1024, 64, 8),
+    Sizes(16384, 5120, 8192, 16, 1),
+    Sizes(8192, 7168, 2048, 384, 8),
+    Sizes(65536, 2048, 768, 128, 8),
 )
 CHECKED = (Sizes(700, 144, 128, 5, 2), Sizes(600, 256, 8192, 2, 1), Sizes(3000, 1040, 2048, 16, 4))
 DEVICE = "cuda"
@@ -292,53 +304,81 @@ def program_of(*layers: peers.LayerInputs, **options: Any) -> peers.Program:
     return peers.Program(forward, leaves, first.grad_output, weights)
 
 
-def measured(
-    programs: Mapping[str, peers.Program], kept: Sequence[Tensor], timed: Mapping[str, Call], machine: Machine
-) -> Row:
-    """The bytes that programs save for backward, their peaks, and the time of a forward and a backward; ``timed``: other times.
+class WritesNothing(torch.optim.Optimizer):
+    """After whose step nothing is kept of the weights, as after any other's."""
 
-    kept: quantized weights, which are not saved.
-    """
-    both = {name: program.forward_backward for name, program in programs.items()}
-    saved = {name: saved_bytes(program.forward, (*program.weights, *kept)) for name, program in programs.items()}
-    row = {f"{name}_saved_MiB": round(each / MIB, 1) for name, each in saved.items()}
-    row |= {f"{name}_peak_MiB": round(machine.peak_bytes(call) / MIB, 1) for name, call in both.items()}
-    ms = machine.eager({f"{name}_fwdbwd": call for name, call in both.items()} | {**timed}, warmups=3, queued=True)
-    return row | {f"{name}_ms": round(t, 4) for name, t in ms.items()}
+    def __init__(self, layer: MoE) -> None:
+        super().__init__(layer.parameters(), {})
+
+    def step(self, closure: Any = None) -> Any:
+        """closure: any function, so that all weights count as stepped."""
+
+
+def stepped(layer: MoE, optimizer: WritesNothing, given: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """A step of micro-batches, which are x and dO. -> output and gradients of the last one."""
+    made: list[Tensor] = []
+    for x, d_out in given:
+        made.clear()  # before the next forward
+        out = layer(x)[0]
+        made += [out.detach(), *torch.autograd.grad(out, (x, *layer.parameters()), d_out)]
+        del out
+    optimizer.step(list)
+    return made
 
 
 def layer(shape: Sizes, machine: Machine) -> Row:
-    """One layer's experts in both precisions."""
-    one = peers.make_inputs(shape, device=machine.device)
-    weights = (one.gate_up_proj, one.down_proj)
-    kept = quantize_weights(*weights)
-    ways = WAYS | {"fp8_kept": {"precision": "fp8", "quantized": kept}}
-    programs = {name: program_of(one, **way) for name, way in ways.items()}
+    """One whole layer in both precisions, of the same weights."""
+    T, d, n, E, K = shape[:5]
+    torch.manual_seed(0)
+    where: dict[str, Any] = {"device": machine.device, "dtype": torch.bfloat16}
+    layers = {"bf16": MoE(d, n, E, K, **where)}
+    for name, keep in (("fp8", "step"), ("fp8_used", "used")):
+        layers[name] = MoE(d, n, E, K, precision="fp8", keep_quantized=keep, device="meta", dtype=torch.bfloat16)
+        layers[name].load_state_dict(layers["bf16"].state_dict(), assign=True)
+    given = [(torch.randn(T, d, **where).requires_grad_(), torch.randn(T, d, **where)) for _ in range(2)]
+    optimizers = {name: WritesNothing(each) for name, each in layers.items()}
+    optimizers["fp8"].step(list)  # of weights that none has stepped nothing is kept
+    calls = {
+        f"{name}_{count}": partial(stepped, each, optimizers[name], given[:count])
+        for name, each in layers.items()
+        for count in (1, 2)
+    }
     made = {  # output and gradients, of two experts' weights
-        name: [t[:2].clone() if t.dim() == 3 else t for t in tensors_in(program.forward_backward())]
-        for name, program in programs.items()
+        name: [t[:2].clone() if t.dim() == 3 else t for t in calls[f"{name}_1"]()] for name in layers
     }
     differences = [round(relative_difference(a, b), 5) for a, b in zip(made["fp8"], made["bf16"], strict=True)]
+    names = ("out", "x", *(name for name, _ in layers["bf16"].named_parameters()))
     row = Row(
-        fp8_weights_MiB=round(kept.nbytes / MIB, 1),
-        fp8_off_bf16=dict(zip(("out", "x", "up", "down", "scores"), differences, strict=True)),
-        fp8_alike=[all(map(torch.equal, made["fp8"], made[name])) for name in ("fp8_each", "fp8_kept")],
+        off_bf16=dict(zip(names, differences, strict=True)),
+        alike=all(map(torch.equal, made["fp8"], made["fp8_used"])),
     )
     del made
-    timed: dict[str, Call] = {
-        "bf16_fwd": programs["bf16"].forward,
-        "fp8_fwd": programs["fp8_kept"].forward,
-        "fp8_fwd_with_weights": programs["fp8"].forward,
-        "quantize": partial(quantize_weights, *weights),
-    }
-    return row | measured(programs, (kept.up, kept.down), timed, machine)
+    row |= {f"{name}_peak_MiB": round(machine.peak_bytes(call) / MIB, 1) for name, call in calls.items()}
+    forwards = {f"{name}_fwd": partial(forward, layers[name], given[0][0]) for name in ("bf16", "fp8")}
+    forwards["fp8_fwd"]()
+    row["kept_MiB"] = round(layers["fp8"].kept.nbytes / MIB, 1)
+    optimizers["fp8"].step(list)
+    ms = machine.eager(calls, warmups=2, queued=True) | machine.eager(forwards, warmups=3, queued=True)
+    return row | {f"{name}_ms": round(t, 4) for name, t in ms.items()}
+
+
+def forward(layer: MoE, x: Tensor) -> Tensor:
+    """In evaluation."""
+    with torch.no_grad():
+        out: Tensor = layer(x)[0]
+    return out
 
 
 def in_a_row(shape: Sizes, machine: Machine) -> Row:
     """Layers one after the other, as in a model: what is saved, the peak, and the time of a forward and a backward of all."""
     layers = [peers.make_inputs(shape, device=machine.device) for _ in range(IN_A_ROW)]
     programs = {name: program_of(*layers, **way) for name, way in WAYS.items()}
-    return Row(layers=IN_A_ROW) | measured(programs, (), {}, machine)
+    both = {name: program.forward_backward for name, program in programs.items()}
+    saved = {name: saved_bytes(program.forward, program.weights) for name, program in programs.items()}
+    row = Row(layers=IN_A_ROW) | {f"{name}_saved_MiB": round(each / MIB, 1) for name, each in saved.items()}
+    row |= {f"{name}_peak_MiB": round(machine.peak_bytes(call) / MIB, 1) for name, call in both.items()}
+    ms = machine.eager({f"{name}_fwdbwd": call for name, call in both.items()}, warmups=3, queued=True)
+    return row | {f"{name}_ms": round(t, 4) for name, t in ms.items()}
 
 
 # -------------------------------------------------------------------------------------------------------------- parts
@@ -352,7 +392,7 @@ BENCH = Bench(
     {
         "checks": Item(check, CHECKS, key=lambda case: {"cfg": cfg_of(case[0]), "positive": case[1]}, part="checks"),
         "products": Item(products, SHAPES, part="products", rounds=7),
-        "layers": Item(layer, SHAPES, SMALL, rounds=7),
+        "layers": Item(layer, LAYERS, SMALL, rounds=7),
         "in_a_row": Item(in_a_row, SHAPES[:1], SMALL, part="in_a_row", rounds=7),
     },
 )
