@@ -168,7 +168,7 @@ quantize_weights(const bf16* weights, uint8_t* out, float* scales, uint8_t* out_
     weight.make(blockIdx.x / weight.blocks_m, blockIdx.x % weight.blocks_m, blockIdx.y);
 }
 
-constexpr int WARPS = 2 * BLOCK / 32;  // blocks of a weight that a block of threads has: neighbours in a row
+constexpr int WARPS = 2 * BLOCK / 32;  // blocks of a weight that a block of threads looks at: neighbours in a row
 
 // A warp a block. hashes: zeros where nothing has been made; behind them the number of the last call that has found a change.
 template <class T>
@@ -185,11 +185,7 @@ DEVICE void note(const QuantizedWeight<T>& weight, uint32_t* hashes, int64_t exp
 template <class T>
 DEVICE void refresh(const QuantizedWeight<T>& weight, const uint32_t* hashes, int64_t experts, int call) {
     if (int(hashes[experts * weight.blocks_m * weight.blocks_k]) != call) return;
-    const int64_t first = int64_t(blockIdx.y) * WARPS;
-    for (int64_t block_k = first; block_k < min(first + WARPS, weight.blocks_k); ++block_k) {
-        weight.make(blockIdx.x / weight.blocks_m, blockIdx.x % weight.blocks_m, block_k);
-        __syncthreads();  // what it shared has been read
-    }
+    weight.make(blockIdx.x / weight.blocks_m, blockIdx.x % weight.blocks_m, blockIdx.y);
 }
 
 #define ENTRIES(T, OF)                                                                                                              \

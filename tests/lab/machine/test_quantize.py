@@ -87,7 +87,7 @@ FAULTS = {
     "one row in four": ("lane * 4 + (block_m + block_k) % 4", "lane * 4"),
     "one chunk in eight": ("(lane + block_k) % LANES * PER_CHUNK", "0"),
     "a call too late": ("* weight.blocks_k]) != call", "* weight.blocks_k]) < call - 1"),
-    "all but the last": ("min(first + WARPS, weight.blocks_k)", "min(first + WARPS, weight.blocks_k - 1)"),
+    "all but the last": ("if (block_k >= weight.blocks_k)", "if (block_k + 1 >= weight.blocks_k)"),
 }
 
 
