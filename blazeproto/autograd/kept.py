@@ -233,7 +233,11 @@ class KeptWeights:
     def end(self, stepped: set[torch.UntypedStorage]) -> None:
         """An optimizer has stepped these weights."""
         if self._made is not None and any(state[0]() in stepped for state in self._made.of):
-            self._made = self._made._replace(of=()) if self.how == "changed" else None
+            self.clear()
+
+    def clear(self) -> None:
+        """What is kept is not used again: the next forward quantizes."""
+        self._made = self._made._replace(of=()) if self._made is not None and self.how == "changed" else None
 
 
 def _may_keep(weight: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from blazeproto.cost import PEAK_BYTES
 from blazeproto.gemm.recipe import FP8, Recipe
 from scripts.bench.common import geometric_mean
 from scripts.bench.markdown import NOT_MEASURED, Record, gpus_of, noted, number, span
@@ -40,6 +41,16 @@ def claim(record: Record) -> str:
 
     where = f"in one run of {len(rows)} layers on one {gpus_of(rows)}"
     return noted(f"{where}, in the geometric mean: {', '.join(said(*each) for each in FIGURES)}", rows)
+
+
+def weights_of(row: Record) -> float:
+    """A layer's, 10^9."""
+    return 3e-9 * float(row["cfg"]["E"] * row["cfg"]["n"] * row["cfg"]["d"])
+
+
+def saved_inside(row: Record) -> float:
+    """Milliseconds that two bytes of each weight take, which quantizing inside the products does not move."""
+    return 2e12 * weights_of(row) / PEAK_BYTES
 
 
 TABLES = {"fp8_recipe": ("fp8", recipe_table)}

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from blazeproto.gemm.recipe import FP8
 from scripts.bench.distributed_tables import dispatcher, over_one_gpu
+from scripts.bench.fp8_tables import saved_inside, weights_of
 from scripts.bench.markdown import (
     LABELS,
     OURS,
@@ -407,6 +408,17 @@ TABLES = {
             ('one, `keep_quantized="used"`', "fp8_used_1_ms"),
             ("fwd ms: bf16", "bf16_fwd_ms"),
             ("fp8", "fp8_fwd_ms"),
+        ],
+    ),
+    "fp8_ways": Table(
+        "fp8",
+        [
+            SHAPE,
+            ("weights, 10^9", weights_of),
+            ("GB of one micro-batch: a pass", lambda row: 6 * weights_of(row)),
+            ("inside", lambda row: 4 * weights_of(row)),
+            ("less, ms", saved_inside),
+            ("of the step", lambda row: saved_inside(row) / row["fp8_1_ms"]),
         ],
     ),
     "fp8_peaks": Table(
