@@ -271,15 +271,15 @@ CEILINGS = {
     "blazeproto/router/**/*.py": 2310,
     "blazeproto/gemm/**/*.py": 2262,
     "blazeproto/stored/**/*.py": 306,
-    "blazeproto/autograd/**/*.py": 1953,
+    "blazeproto/autograd/**/*.py": 1958,
     "blazeproto/blocksparse/**/*.py": 588,
-    "blazeproto/distributed/**/*.py": 471,
+    "blazeproto/distributed/**/*.py": 477,
     "blazeproto/integrations/**/*.py": 378,
     "blazeproto/lab/**/*.py": 2921,
     "ptxsim/*.py": 2947,
-    "scripts/**/*.py": 8753,
-    "tests/**/*.py ptxsim/tests/**/*.py": 23608,
-    "blazeproto/**/*.cu blazeproto/**/*.cuh": 6560,
+    "scripts/**/*.py": 8798,
+    "tests/**/*.py ptxsim/tests/**/*.py": 23645,
+    "blazeproto/**/*.cu blazeproto/**/*.cuh": 6568,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in
 docs/decisions.md that says what was bought."""

@@ -13,9 +13,9 @@ place (`column_slices`); or they are not made, and the products add to the token
 
 The operands are bf16, or e4m3 with ``precision="fp8"`` (`blazeproto.gemm.recipe`). Then tokens and weights are `Quantized`, and
 H, act, dH and A' are records (`records`) of rows that are quantized in blocks of 128. Tokens are quantized, each by itself, where
-they are used; a weight, 128 x 128 together, in forward in both orders, or each order before its product
-(`Options.keep_transposed`), unless the caller has kept it (`QuantizedWeights`). The checks refuse biases, low-rank factors and
-other sums than `combine`'s.
+they are used, or before an exchange sends them; a weight, 128 x 128 together, in forward in both orders, or each order before
+its product (`Options.keep_transposed`), unless the caller has kept it (`QuantizedWeights`). The checks refuse biases, low-rank
+factors and other sums than `combine`'s.
 
     x ─q─> [ up ] ─> H_q, act_q ─> [ down ] ─> Y ─combine─> out        saved: X, H_q, S, indices
     dO ─q─> [ down^T ] ─> dH_q, A'_q, dS      dH_q ─> [ up^T ] ─> dX~ ─combine─> dX

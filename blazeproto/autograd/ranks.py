@@ -40,9 +40,10 @@ class Exchange(Protocol):
     backend: str
     """The name of the backend whose rows ``add_up`` takes."""
 
-    def send(self, t: Tensor, token_ranks: Tensor) -> Tensor:
+    def send(self, t: Any, token_ranks: Tensor) -> Any:
         """t (T, d), this rank's own → (places, d), of all ranks' tokens those with an expert here; the other rows are anything.
 
+        t: a tensor, or what the backend's ``quantized_tokens`` made. The result is of the same kind.
         token_ranks: (T,) int32: bit r of a token: it has an expert on rank r."""
 
     def add_up(

@@ -51,7 +51,7 @@ def new_weights(like: Tensor, shape: Sequence[int], orders: int) -> Tensor:
 
 def rows_in(record: Tensor, width: int) -> Quantized:
     """Views of values and scales. width: of a row, a multiple of 128."""
-    return _views(record, "1x128", len(record), width)
+    return quantized_in(record, "1x128", len(record), width)
 
 
 def width_of(record: Tensor) -> int:
@@ -62,7 +62,7 @@ def width_of(record: Tensor) -> int:
 def weight_in(record: Tensor, weight: Tensor, *, transposed: bool = False) -> Quantized:
     """Views of values and scales of a weight (E, m, k) in forward's order, a record's first, or of the transpose, its last."""
     order, shape = (record[-1], weight.shape[:0:-1]) if transposed else (record[0], weight.shape[1:])
-    return _views(order, "128x128", len(order), *shape)
+    return quantized_in(order, "128x128", len(order), *shape)
 
 
 def new_orders(
@@ -76,7 +76,9 @@ def new_orders(
     return record, to, None if back is None else weight_in(back, weight, transposed=True)
 
 
-def _views(record: Tensor, scale: str, *shape: int) -> Quantized:
+def quantized_in(record: Tensor, scale: str, *shape: int) -> Quantized:
+    """Views of the values of this shape that a run of bytes begins with, and of their scales behind them.  scale: what shares
+    one."""
     flat, end, scales = record.view(-1), prod(shape), scales_shape(scale, shape)
     of_scales = flat[end : end + 4 * prod(scales)]
     return Quantized(flat[:end].view(torch.float8_e4m3fn).view(shape), of_scales.view(torch.float32).view(scales))

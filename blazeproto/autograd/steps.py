@@ -109,11 +109,16 @@ class Steps:
 
     def load(self, t: Any) -> Any:
         """The tokens (T, d) whose rows are here, as products take them: a chunk's, or what an exchange brings, until it brings
-        another."""
+        another. In fp8 they are quantized before an exchange sends them, else again in each call."""
         if self.loaded[0] is not t:
             here = take(t, self.chunk.tokens).contiguous()  # out.sum() delivers a gradient of stride 0
-            self.loaded = t, self.exchange.send(here, self.call.beside.token_ranks) if self.exchange else here
-        return self.backend.quantized_tokens(self.loaded[1], self.rows) if self.quantized else self.loaded[1]
+            if self.exchange:
+                sent = self.backend.quantized_tokens(here, self.rows) if self.quantized else here
+                here = self.exchange.send(sent, self.call.beside.token_ranks)
+            self.loaded = t, here
+        if self.quantized and not self.exchange:
+            return self.backend.quantized_tokens(self.loaded[1], self.rows)
+        return self.loaded[1]
 
     # ---- forward -------------------------------------------------------------------------------------------------
 

@@ -12,10 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from blazeproto.autograd.operators import narrow_ids, ready
+from blazeproto.autograd.records import quantized_in
 from blazeproto.autograd.torch_formulas import outputs
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.distributed.peer_memory import BLOCKS, PROGRESS_BYTES, MemoryLayout, PeerMemory
 from blazeproto.gemm.combine import SPEC as COMBINE
+from blazeproto.gemm.e4m3 import Quantized
+from blazeproto.gemm.recipe import FP8
 from blazeproto.runtime import driver
 from blazeproto.runtime.arrays import current_stream
 
@@ -84,10 +87,15 @@ class PeerExchange:
         tokens, offsets = (self._section(name, torch.int32) for name in ("pair_tokens", "token_offsets"))
         return SharedChoice(ids, weights, tokens, offsets, token_ranks)
 
-    def send(self, t: Tensor, token_ranks: Tensor) -> Tensor:
-        t = ready(t)  # a copy lives until the launch is in the stream
-        driver.launch(*self.end.send(t.data_ptr(), token_ranks.data_ptr(), num_tokens=len(t), stream=current_stream(t)))
-        return self._section("rows", torch.bfloat16).view(self.places, self.layout.d_model)
+    def send(self, t: Tensor | Quantized, token_ranks: Tensor) -> Tensor | Quantized:
+        """t: bf16, or quantized by token."""
+        # A copy of rows that are not aligned lives until the launch is in the stream.
+        rows, scales = t if isinstance(t, Quantized) else (ready(t), None)
+        addresses = (rows.data_ptr(), 0 if scales is None else scales.data_ptr(), token_ranks.data_ptr())
+        driver.launch(*self.end.send(*addresses, num_tokens=len(rows), stream=current_stream(rows)))
+        if scales is None:
+            return self._section("rows", torch.bfloat16).view(self.places, self.layout.d_model)
+        return quantized_in(self._section("rows", torch.uint8), FP8.x.scale, self.places, self.layout.d_model)
 
     def add_up(
         self,
@@ -125,7 +133,8 @@ class PeerExchange:
 class GatheredExchange:
     """The twin: every rank gathers what all ranks have, by torch.distributed, and takes what `PeerExchange` would have stored.
 
-    For any device and dtype, gloo and NCCL; it moves P times as much. Elements that nobody would have stored are NaN.
+    For any device and dtype, gloo and NCCL; it moves P times as much. Elements that nobody would have stored are NaN. In fp8 it
+    is sent the torch backend's quantized tokens: e4m3 values times their scales, in x's dtype.
     """
 
     backend = "torch"

@@ -6,7 +6,7 @@ Each rank has one piece of memory that all ranks store to, laid out alike on all
             (P, parts)       (P, pairs of a rank)                        (pairs of a rank)     (P, T, d)  (P - 1, T, d)
 
 P ranks; T tokens of a rank at the most. Rows and partial sums are the most of it: 2 (2 P - 1) T d bytes. All layers of a model
-share it.
+share it. Rows in e4m3 take half of their section: values (P, T, d), then scales (P, T) fp32.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any
 
 from blazeproto.gemm.compile import Kernel
-from blazeproto.gemm.tiles import BF16, CHUNK
+from blazeproto.gemm.tiles import BF16, CHUNK, E4M3
 
 SOURCES = "../../distributed/cuda"  # seen from gemm/cuda, whose headers these kernels include
 MAX_RANKS = 32  # meeting.cuh
@@ -136,10 +136,11 @@ class PeerMemory:
         places = map(self.layout.at, ("experts", "scores", "pair_tokens", "token_offsets"))
         return self.launch(kernel("share"), stream, (*arrays, *sizes, *places))
 
-    def send(self, rows: int, token_ranks: int, *, num_tokens: int, stream: int) -> tuple[Any, ...]:
-        """Rows of d to the ranks of ``token_ranks``."""
-        sizes = (num_tokens, self.layout.max_tokens, BF16.bytes * self.layout.d_model)
-        return self.launch(kernel("send"), stream, (rows, token_ranks, *sizes, self.layout.at("rows")))
+    def send(self, rows: int, scales: int, token_ranks: int, *, num_tokens: int, stream: int) -> tuple[Any, ...]:
+        """Rows of d to the ranks of ``token_ranks``: e4m3 with scales (num_tokens,), or, with scales 0, bf16."""
+        row_bytes = (E4M3 if scales else BF16).bits * self.layout.d_model // 8
+        words = (rows, scales, token_ranks, num_tokens, self.layout.max_tokens, row_bytes, self.layout.at("rows"))
+        return self.launch(kernel("send"), stream, words)
 
     def send_back(self, values: int, here: int, *, top_k: int, stream: int) -> tuple[Any, ...]:
         """One number of each pair that arrived and has its expert here."""

@@ -1,7 +1,8 @@
 """``Symmetric``: tokens to the ranks of their experts and back by stores to the other GPUs' memory, without a wait of the host.
 
     share      ids and scores go to all ranks                     in `dispatch`
-    send       a token's row goes once to each rank that has an expert of it; inside the experts' operators, for x and dO
+    send       a token's row goes once to each rank that has an expert of it; inside the experts' operators, for x and dO;
+               with precision="fp8" quantized, with its scale
     add_up     one partial sum a (token, rank) comes back, and a token's are added in order of ranks: O, and dX
     send_back  the gradients of scores                            in backward
 
@@ -48,9 +49,12 @@ class Symmetric(OverRanks):
         timeout: seconds that a kernel waits for another rank before it ends the program.
         device: of the layers; default: the current GPU with NCCL, else the CPU.
 
-    On a GPU it computes in bf16 on the Hopper backend. A rank's memory for the exchange: 2 (2 P - 1) max_tokens d bytes, and
-    12 P + 4 a pair. The options ``workspace_bytes``, ``combine="fused"`` and ``"fused_both"`` are refused. With a
-    ``row_capacity`` a rank computes at most that many of the rows that arrive there; default: all of them.
+    On a GPU layers run on the Hopper backend, and x is bf16. With ``precision="fp8"`` x and dO are sent as e4m3 with one scale a
+    token, d + 4 bytes in place of 2 d. A token's scale depends on that token alone, so this changes no bit.
+
+    A rank's memory for the exchange: 2 (2 P - 1) max_tokens d bytes, and 12 P + 4 a pair. The options ``workspace_bytes``,
+    ``combine="fused"`` and ``"fused_both"`` are refused. With a ``row_capacity`` a rank computes at most that many of the rows
+    that arrive there; default: all of them.
 
     Raises TypeError or ValueError for an argument that does not fit; it is named, with what was expected and what came.
     """
@@ -67,8 +71,7 @@ class Symmetric(OverRanks):
         timeout: float = 300.0,
         device: torch.device | str | None = None,
     ) -> None:
-        takes = {"workspace_bytes": (None,), "combine": ("gather",), "precision": ("bf16",)}
-        super().__init__(group, num_experts, **takes)
+        super().__init__(group, num_experts, workspace_bytes=(None,), combine=("gather",))
         checks.require(self.ranks <= MAX_RANKS, "group", f"at most {MAX_RANKS} ranks", self.ranks)
         for name, size in {"d_model": d_model, "max_tokens": max_tokens, "max_pairs": max_pairs}.items():
             self.sizes[name] = checks.integer(name, size, least=1)

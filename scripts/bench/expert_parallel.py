@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 -m scripts.bench.expert_parallel             # -> the "ep" rows of results/h200/distributed.json
     torchrun --nproc-per-node 2 -m scripts.bench.expert_parallel --quick     # small -> distributed-quick.json
     torchrun --nproc-per-node 2 -m scripts.bench.expert_parallel --layers qwen3,mixtral
+    torchrun --nproc-per-node 2 -m scripts.bench.expert_parallel --parts fp8 # bf16 and fp8 -> results/h200/fp8_ranks.json
     torchrun --nproc-per-node 2 -m scripts.bench.expert_parallel --cpu       # small, on CPUs
     python -m scripts.bench.expert_parallel --cpu                            # the same with one rank
 
@@ -15,6 +16,8 @@ other rank). Ids are uniform without replacement, new for every replay. CUDA gra
 barrier of all ranks, the slowest rank's time, medians; a dispatcher that no graph captures is timed as it runs, by events.
 peak_MiB: forward and backward over what was there before, weights and gradients and the exchange's memory included; alone_MiB:
 one GPU's with all experts. "vdev_2d" is torch's own exchange alone (`scripts.bench.torch_exchange`), or "absent": why not.
+--parts fp8: a layer with `Symmetric` in bf16 and in fp8, replayed in turn. bf16_apart, fp8_apart: the norm of the difference from
+one GPU's results in the same precision, over their norm; that GPU has all experts and all ranks' tokens.
 """
 
 import argparse
@@ -28,6 +31,7 @@ import tempfile
 import timeit
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +44,7 @@ from blazeproto.autograd.chunks import WHOLE, chunks_of, dispatch
 from blazeproto.dispatch import Dispatch
 from blazeproto.distributed import AllToAll, Symmetric, expert_parallel
 from blazeproto.gemm import Sizes
+from blazeproto.gemm.recipe import RECIPES
 from blazeproto.router.router import Routing
 from scripts.bench.common import MIB, REPOSITORY, cfg_of, free_memory
 from scripts.bench.rank_memory import CAPACITY
@@ -53,6 +58,8 @@ LAYERS = {  # d, n, E, K
     "mixtral": Sizes(8192, 4096, 14336, 8, 2),
 }
 SMALL = Sizes(64, 64, 32, 8, 2)
+RESULTS = ("out", "dx", "d_scores", "d_up", "d_down")
+IN_FP8 = Sizes(8192, 4096, 1536, 128, 8)
 IN_A_ROW = 8  # exchanges of a graph
 PATIENCE = 60  # seconds for torch's exchange
 Call = Callable[[], object]
@@ -165,18 +172,22 @@ def timed(calls: list[Call], kept: list[Any], machine: Machine, *, before: Call,
     return [statistics.median(machine.largest(each)) for each in zip(*taken[2:], strict=True)]
 
 
-def layer_times(layer: MoE, given: Inputs, shape: Sizes, machine: Machine, *, captured: bool) -> list[float]:
-    """Forward's and backward's ms."""
-    wanted = (given.x, given.scores, *layer.parameters())
+def layer_times(given: Inputs, shape: Sizes, machine: Machine, *layers: MoE, captured: bool) -> list[float]:
+    """Forward's and backward's ms, of each layer in turn."""
     kept: list[Any] = []
 
-    def forward() -> None:
+    def forward(layer: MoE) -> None:
         kept[:] = [layer(given.x)[0]]
 
-    def backward() -> None:
-        kept[1:] = [torch.autograd.grad(kept[0], wanted, given.d_out)]
+    def backward(layer: MoE) -> None:
+        kept[1:] = [gradients(layer, kept[0], given)]
 
-    return timed([forward, backward], kept, machine, before=lambda: draw_ids(given.ids, shape.E), captured=captured)
+    calls: list[Call] = [partial(step, layer) for layer in layers for step in (forward, backward)]
+    return timed(calls, kept, machine, before=lambda: draw_ids(given.ids, shape.E), captured=captured)
+
+
+def gradients(layer: MoE, out: Tensor, given: Inputs) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(out, (given.x, given.scores, *layer.parameters()), given.d_out)
 
 
 def exchange_row(
@@ -244,7 +255,7 @@ def peak_mib(layer: MoE, given: Inputs, machine: Machine, *, beside: int) -> flo
     """The peak of forward and backward, gradients included, and ``beside`` bytes and the layer's weights; the largest rank's."""
 
     def step() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(layer(given.x)[0], (given.x, given.scores, *layer.parameters()), given.d_out)
+        return gradients(layer, layer(given.x)[0], given)
 
     free_memory()
     weights = sum(own(weight).nbytes for weight in layer.parameters())
@@ -252,13 +263,20 @@ def peak_mib(layer: MoE, given: Inputs, machine: Machine, *, beside: int) -> flo
     return round(peak / MIB, 1)
 
 
+def dispatcher_of(case: Spread, ranks: Ranks) -> Any:
+    shape, world = case.shape, dist.group.WORLD
+    assert world is not None
+    if case.dispatcher == "all_to_all":
+        return AllToAll(world, shape.E)
+    sizes: Any = {"d_model": shape.d, "max_tokens": shape.T, "max_pairs": shape.rows, "device": ranks.device}
+    return Symmetric(world, shape.E, **sizes)
+
+
 def measure(case: Spread, machine: Machine) -> Row:
     _, shape, name = case
     ranks = machine.ranks
     given = inputs_of(shape, ranks)
-    world: Any = dist.group.WORLD
-    sizes: Any = {"d_model": shape.d, "max_tokens": shape.T, "max_pairs": shape.rows, "device": ranks.device}
-    dispatcher: Any = AllToAll(world, shape.E) if name == "all_to_all" else Symmetric(world, shape.E, **sizes)
+    dispatcher = dispatcher_of(case, ranks)
     options = {"row_capacity": int(CAPACITY * shape.rows)} if name == "capacity" else {}
     layer = layer_of(shape, given, dispatcher, options)
     most_rows = options.get("row_capacity", ranks.size * shape.rows)  # of a rank
@@ -266,7 +284,7 @@ def measure(case: Spread, machine: Machine) -> Row:
     with torch.cuda.stream(torch.cuda.Stream()) if machine.on_gpu else torch.enable_grad():
         beside = dispatcher.layout.size if isinstance(dispatcher, Symmetric) else 0
         row["peak_MiB"] = peak_mib(layer, given, machine, beside=beside)
-        ms = layer_times(layer, given, shape, machine, captured=machine.on_gpu and name != "all_to_all")
+        ms = layer_times(given, shape, machine, layer, captured=machine.on_gpu and name != "all_to_all")
         for part, operations, each in zip(("fwd", "bwd"), (6 * shape.rows, 12 * shape.rows), ms, strict=True):
             row |= {f"{part}_ms": round(each, 4)}
             row |= {f"{part}_tflops": round(operations * shape.n * shape.d / each / 1e9, 1)}
@@ -275,6 +293,51 @@ def measure(case: Spread, machine: Machine) -> Row:
             del layer
             row["alone_MiB"] = peak_mib(layer_of(shape, given, None, {}), given, machine, beside=0)
     return row
+
+
+def measure_fp8(case: Spread, machine: Machine) -> Row:
+    """`Symmetric` in both precisions."""
+    shape, ranks = case.shape, machine.ranks
+    given, dispatcher, row = inputs_of(shape, ranks), dispatcher_of(case, ranks), Row()
+    with torch.cuda.stream(torch.cuda.Stream()) if machine.on_gpu else torch.enable_grad():
+        layers = {name: layer_of(shape, given, dispatcher, {"precision": name}) for name in RECIPES}
+        for name, layer in layers.items():
+            row[f"{name}_apart"] = apart(layer, given, shape, machine)
+            free_memory()
+        ms = iter(layer_times(given, shape, machine, *layers.values(), captured=machine.on_gpu))
+    for name in layers:
+        forward, backward = islice(ms, 2)
+        row |= {f"{name}_fwd_ms": round(forward, 4), f"{name}_fwdbwd_ms": round(forward + backward, 4)}
+    return row
+
+
+def apart(layer: MoE, given: Inputs, shape: Sizes, machine: Machine) -> dict[str, float]:
+    """The distance of a layer's results from one GPU's, over their norm, on the rank where it is largest."""
+    whole = Inputs(*map(of_all_ranks, given))
+    alone = layer_of(shape, whole, None, {"precision": layer.precision})
+    with torch.no_grad():
+        for to, weight in zip(alone.parameters(), layer.parameters(), strict=True):
+            to.copy_(of_all_ranks(own(weight)))
+    whole.x.requires_grad_(), whole.scores.requires_grad_()
+    ours, theirs = results(layer, given), results(alone, whole)
+    found = []
+    for mine, all_of_it in zip(ours, theirs, strict=True):
+        expected = all_of_it.detach().chunk(machine.ranks.size)[machine.ranks.rank].float()
+        found.append(float((own(mine).detach().float() - expected).norm() / expected.norm()))
+    return {name: float(f"{each:.3g}") for name, each in zip(RESULTS, machine.largest(found), strict=True)}
+
+
+def results(layer: MoE, given: Inputs) -> list[Tensor]:
+    """`RESULTS`."""
+    out = layer(given.x)[0]
+    return [out, *gradients(layer, out, given)]
+
+
+def of_all_ranks(t: Tensor) -> Tensor:
+    """One behind the other."""
+    made = [torch.empty_like(t) for _ in range(dist.get_world_size())]
+    dist.all_gather(made, t.detach())
+    return torch.cat(made)
 
 
 def measure_torchs(case: Spread, machine: Machine) -> Row:
@@ -328,10 +391,15 @@ def spread(dispatchers: tuple[str, ...], measure: Callable[[Spread, Machine], Ro
     return Item(measure, cases, short, short, of_case, file="distributed", part="ep", rounds=30)
 
 
+SHORT = [Spread("", SMALL._replace(n=128), "symmetric")]
 BENCH = Bench(
     "expert_parallel",
     __doc__,
-    {"layers": spread(("symmetric", "all_to_all", "capacity"), measure), "torch": spread(("vdev_2d",), measure_torchs)},
+    {
+        "layers": spread(("symmetric", "all_to_all", "capacity"), measure),
+        "torch": spread(("vdev_2d",), measure_torchs),
+        "fp8": Item(measure_fp8, [Spread("", IN_FP8, "symmetric")], SHORT, SHORT, of_case, file="fp8_ranks", rounds=30),
+    },
     options=add_options,
     asked=lambda options, case: case.layer in ("", *options.layers),
     prepare=prepare,

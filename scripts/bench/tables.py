@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from blazeproto.gemm.recipe import FP8
 from scripts.bench.distributed_tables import dispatcher, over_one_gpu
@@ -55,6 +56,10 @@ def workspaces(record: Record) -> list[Record]:
 
 def integrated(record: Record) -> list[Record]:
     return [record["parts"][part] | {"label": label} for part, label in PARTS.items() if part in record["parts"]]
+
+
+def percent_apart(field: str, result: str, row: Record) -> float:
+    return 100 * float(row[field][result])
 
 
 def trained_with_factors(record: Record) -> list[Record]:
@@ -394,6 +399,23 @@ TABLES = {
             ("peak over one GPU's", "of_one"),
         ],
         rows=over_one_gpu,
+    ),
+    "fp8_ranks": Table(
+        "fp8_ranks",
+        [
+            ("T of a rank, d, n, E, K", plain_shape),
+            ("GPUs", "gpus", 0),
+            ("fwd ms: bf16", "bf16_fwd_ms"),
+            ("fp8", "fp8_fwd_ms"),
+            ("fwd + bwd ms: bf16", "bf16_fwdbwd_ms"),
+            ("fp8", "fp8_fwdbwd_ms"),
+            ("bf16 / fp8", "bf16_fwdbwd_ms / fp8_fwdbwd_ms"),
+            *(
+                (f"from one GPU's {name}, %: out" if of == "out" else of, partial(percent_apart, f"{name}_apart", of))
+                for name in ("bf16", "fp8")
+                for of in ("out", "dx", "d_up", "d_down")
+            ),
+        ],
     ),
     "fp8_layers": Table(
         "fp8",

@@ -152,8 +152,8 @@ class Sharding:
 def dispatcher_of(model: GPT, config: Config, group: dist.ProcessGroup, ranks: Ranks) -> AllToAll | Symmetric:
     """How tokens reach the experts of all blocks, by ``--dispatcher``."""
     sizes = (config.num_experts // group.size(), config.d_model, config.d_expert)
-    in_bf16 = config.bf16 and config.precision == "bf16"
-    fits = in_bf16 and missing_for_kernels(ranks.device, torch.bfloat16, *sizes) is None and len(hosts_of(group)) == 1
+    has_kernels = config.bf16 and missing_for_kernels(ranks.device, torch.bfloat16, *sizes) is None
+    fits = has_kernels and len(hosts_of(group)) == 1
     if config.dispatcher == "all_to_all" or (config.dispatcher == "auto" and not fits):
         if config.row_capacity:
             raise ValueError(f"row_capacity: expected 0 where tokens travel by AllToAll, got {config.row_capacity}")

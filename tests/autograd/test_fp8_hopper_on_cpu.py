@@ -3,9 +3,11 @@
 As in test_hopper_on_cpu.py: what is tested is which launch gets which array, not the kernels.
 """
 
+import ctypes
 import inspect
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +15,12 @@ import torch
 from torch import Tensor
 
 from blazeproto.autograd import hopper_backend, mlp, quantize_weights, steps
+from blazeproto.autograd.ranks import EXCHANGES, PeersNamed
 from blazeproto.autograd.records import quantized_weight
 from blazeproto.dispatch import Dispatch
+from blazeproto.distributed import exchanges
+from blazeproto.distributed.exchanges import PeerExchange
+from blazeproto.distributed.peer_memory import MemoryLayout
 from blazeproto.gemm import TWINS, down_backward, linear, quantize, up, weight_fp8
 from blazeproto.gemm.e4m3 import BLOCK, Quantized, from_e4m3, to_e4m3
 from tests.autograd.test_fp8 import formula
@@ -146,6 +152,32 @@ def quantized_orders(monkeypatch, poisoned):
     return orders
 
 
+class Second(PeerExchange):
+    """Rank 1 of 2 by itself: its rows go to its own places, on a CPU."""
+
+    def __init__(self, tokens: int, d_model: int) -> None:
+        self.layout, self.places, self.sent = MemoryLayout(2, tokens, 1, d_model), 2 * tokens, 0
+        self.memory = torch.full((self.layout.size,), 0xFF, dtype=torch.uint8)
+        self.end = SimpleNamespace(send=self.store)
+
+    def store(self, rows: int, scales: int, _: int, *, num_tokens: int, stream: int) -> tuple[()]:
+        """As cuda/exchange.cu does."""
+        to, tokens, d_model = (
+            self.memory.data_ptr() + self.layout.at("rows"),
+            self.layout.max_tokens,
+            self.layout.d_model,
+        )
+        ctypes.memmove(to + tokens * d_model, rows, num_tokens * d_model)
+        ctypes.memmove(to + 2 * tokens * d_model + 4 * tokens, scales, 4 * num_tokens)
+        self.sent += 1
+        return ()
+
+    def add_up(self, _: Any, y: Tensor, rows: Any, *, out: Tensor, columns: Any = None, **named: Any) -> None:
+        made = out.new_empty(self.places, out.shape[1])
+        launch_combine(y, rows, out=made, columns=columns, **named)
+        out[:, columns] = made[self.layout.max_tokens :, columns]
+
+
 OWN, TURNED, BOTH = (True, False), (False, True), (True, True)
 WAYS = {
     "both orders at once": ({}, [BOTH, BOTH]),
@@ -169,6 +201,21 @@ def test_it_is_the_formula_and_quantizes_no_weight_twice(make_case, quantized_or
             assert 0 < (got - expected).norm() < 0.02 * expected.norm()
         else:
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_exchange_brings_quantized_rows(make_case, quantized_orders, monkeypatch):
+    """The bits of one rank, whose tokens they are. x is sent in forward; dO, x and dO again in backward."""
+    case = make_case(*SIZES, sentinels=True, idle=(2,))
+    EXCHANGES["second"] = second = Second(*case.x.shape)
+    monkeypatch.setattr(exchanges, "driver", SimpleNamespace(launch=lambda *_: None))
+    monkeypatch.setattr(exchanges, "current_stream", lambda _: 0)
+    expected = case.run(precision="fp8")
+    of_rank_0 = torch.full_like(case.topk_experts, -1)
+    ids, scores = torch.cat((of_rank_0, case.topk_experts)), torch.cat((torch.zeros(of_rank_0.shape), case.scores))
+    peers = PeersNamed(torch.full((len(case.x),), 2, dtype=torch.int32), "second")
+    made = case.run(precision="fp8", topk_experts=ids, scores=scores, peers=peers)
+    assert second.sent == 4
+    assert all(map(torch.equal, made, expected))
 
 
 def test_weights_are_rounded_to_the_dtype_of_x_first(quantized_orders):

@@ -91,7 +91,10 @@ def test_eight_frames_with_a_dispatcher(group: Any) -> None:
     assert found.keys() >= OF_TOP_K | OF_BACKWARD | DISPATCH and not deeper(found, EIGHT)
 
 
-def test_eight_frames_to_the_kernels_of_an_exchange(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_eight_frames_to_the_kernels_of_an_exchange(
+    group: Any, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
     """Symmetric's, with a CPU's memory in the place of what GPUs see of each other."""
 
     def between_gpus(group: Any, layout: MemoryLayout) -> PeerExchange:
@@ -103,9 +106,11 @@ def test_eight_frames_to_the_kernels_of_an_exchange(group: Any, monkeypatch: pyt
 
     monkeypatch.setattr(symmetric, "GatheredExchange", between_gpus)
     dispatcher = Symmetric(group, E, d_model=D, max_tokens=T, max_pairs=T * K, device="cpu")
-    found = step(expert_parallel(made(), group, dispatcher=dispatcher))
+    found = step(expert_parallel(made(precision=precision), group, dispatcher=dispatcher))
+    assert ("quantize_rows" in found) == (precision == "fp8")
     assert {"share", "send", "add_up", "send_back"} <= found.keys() and "combine" not in found
-    assert not deeper(found, EIGHT)
+    quantizing = {"quantize_rows", "quantize_weights"} if precision == "fp8" else set()  # eight without a dispatcher
+    assert deeper(found, EIGHT).keys() == quantizing and not deeper(found, EIGHT + 1)
 
 
 def trained(*shape: int) -> torch.Tensor:

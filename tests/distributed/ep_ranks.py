@@ -72,7 +72,7 @@ def batch(rank: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple
 
 def build(seed: int = 1, **options: Any) -> MoE:
     torch.manual_seed(seed)
-    return MoE(D, N, E, **{"top_k": 3, "dtype": torch.float64, **options})
+    return MoE(**{"d_model": D, "d_expert": N, "num_experts": E, "top_k": 3, "dtype": torch.float64, **options})
 
 
 def step(layer: nn.Module, rank: int, ids: Tensor | None = None, seed: int = 0, **given: Any) -> dict[str, Tensor]:
@@ -128,10 +128,12 @@ def compare(rank: int, make: Callable[[], MoE], where: Any, ids: list[Tensor] | 
 
 def choices_that_are_given(rank: int, folder: Path) -> None:
     policies = ("minimal", "paper", "recompute")
-    cases = [(kind, top_k) for kind in ("uniform", "zipf", "one", "empty") for top_k in (1, 3, 6)]
-    for number, (kind, top_k) in enumerate(cases):
+    fp8 = {"precision": "fp8", "d_expert": 128}
+    cases = [(kind, top_k, {}) for kind in ("uniform", "zipf", "one", "empty") for top_k in (1, 3, 6)]
+    cases += [("zipf", 3, fp8), ("empty", 6, fp8 | {"save": "recompute"})]
+    for number, (kind, top_k, precision) in enumerate(cases):
         ids = [ids_of(kind, tokens, top_k, seed) for seed, tokens in enumerate(TOKENS)]
-        options = {
+        options = precision or {
             "save": policies[number % 3],
             "bias": number % 2 == 0,
             "combine": ("gather", "fused", "fused_both")[number // 3 % 3],
@@ -309,19 +311,21 @@ def bits_of_a_token(rank: int, folder: Path) -> None:
 
 
 def two_dispatchers(rank: int, folder: Path) -> None:
-    """In bf16 the twin of `Symmetric` gives the bits of `AllToAll`: a partial sum is rounded, and theirs added in float32."""
-    results = []
-    for dispatcher in (AllToAll(dist.group.WORLD, E), symmetric(dist.group.WORLD)):
-        torch.manual_seed(3)
-        made = build(router=Given(6, torch.float32), top_k=6, dtype=torch.bfloat16)
-        layer = expert_parallel(made, dist.group.WORLD, dispatcher=dispatcher)
-        x, d_out = batch(rank, torch.bfloat16)
-        layer.router.ids = ids_of("uniform", len(x), 6, rank)
-        out = layer(x.requires_grad_())[0]
-        out.backward(d_out)
-        weights: Any = (layer.gate_up_proj.grad, layer.down_proj.grad)
-        results.append([out.detach(), x.grad, layer.router.weight.grad, *(weight.to_local() for weight in weights)])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    """On bf16 tokens the twin of `Symmetric` gives the bits of `AllToAll`: a partial sum is rounded, and theirs added in float32.
+    In fp8 it sends quantized rows; `AllToAll` quantizes them where they arrive."""
+    for precision in ({}, {"precision": "fp8", "d_expert": 128}):
+        results = []
+        for dispatcher in (AllToAll(dist.group.WORLD, E), symmetric(dist.group.WORLD)):
+            torch.manual_seed(3)
+            made = build(router=Given(6, torch.float32), top_k=6, dtype=torch.bfloat16, **precision)
+            layer = expert_parallel(made, dist.group.WORLD, dispatcher=dispatcher)
+            x, d_out = batch(rank, torch.bfloat16)
+            layer.router.ids = ids_of("uniform", len(x), 6, rank)
+            out = layer(x.requires_grad_())[0]
+            out.backward(d_out)
+            weights: Any = (layer.gate_up_proj.grad, layer.down_proj.grad)
+            results.append([out.detach(), x.grad, layer.router.weight.grad, *(weight.to_local() for weight in weights)])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def a_row_goes_once_to_a_rank(rank: int, folder: Path) -> None:
@@ -396,11 +400,9 @@ def overflow_of_one_rank(rank: int, folder: Path) -> None:
     ids = torch.arange(here, 2 * here).expand(TOKENS[rank], here)  # rank 1's experts
     left_out = sum(TOKENS) * here - capacity
 
-    def make() -> MoE:
-        return build(router=Given(here, torch.float64), top_k=here, row_capacity=capacity)
-
-    for kind in ("drop", "raise"):
-        layer = expert_parallel(make(), dist.group.WORLD, dispatcher=symmetric(dist.group.WORLD, overflow=kind))
+    for kind, precision in (("drop", {"precision": "fp8", "d_expert": 128}), ("raise", {})):
+        made = build(router=Given(here, torch.float64), top_k=here, row_capacity=capacity, **precision)
+        layer = expert_parallel(made, dist.group.WORLD, dispatcher=symmetric(dist.group.WORLD, overflow=kind))
         layer.router.ids = ids
         x, d_out = batch(rank)
         out, stats = layer(x.requires_grad_())

@@ -1,7 +1,7 @@
 """An exchange of several ranks on the PTX machine, one GPU each, and what it should bring, in NumPy.
 
-Each rank's launches: share, send, send of other rows, add_up with scores, add_up without them in two slices of columns,
-send_back. Behind what comes to a rank's memory a kernel reads it.
+Each rank's launches: share, send of bf16 rows, send of e4m3 rows with scales, add_up with scores, add_up without
+them in two slices of columns, send_back. Behind what comes to a rank's memory a kernel reads it.
 """
 
 from collections.abc import Sequence
@@ -79,7 +79,10 @@ class Exchange:
             of_rank[draw.random(len(of_rank)) < 0.2] = -1  # no expert
         self.given = [np.where((i < 0) & (draw.random(len(i)) < 0.5), experts, i).astype(np.int32) for i in self.ids]
         self.scores = [draw.choice(np.float32([0.5, 1, 2]), len(of_rank)) for of_rank in self.ids]
-        self.x = [[draw.integers(0, 2**16, (n, D), np.uint16) for n in tokens] for _ in range(2)]
+        self.x = [
+            [(draw.integers(0, 2**16, (n, D), np.uint16),) for n in tokens]
+        ]  # by turn and rank: rows, their scales
+        self.x += [[(draw.integers(0, 2**8, (n, D), np.uint8), draw.random(n, np.float32)) for n in tokens]]
         self.y, self.dx, self.index_map, self.values, self.here = ([None] * self.ranks for _ in range(5))  # type: Any
         for rank in range(self.ranks):
             arrived = self.arrived_ids(rank)
@@ -145,12 +148,16 @@ class Exchange:
                 owners[other, : counts.sum()] += np.repeat(np.arange(len(counts)), counts)
             right["pair_tokens"] = owners.reshape(-1)
         D = self.layout.d_model
-        rows = np.zeros((2, self.ranks, most, D), np.uint16)
-        for other in range(self.ranks):
-            for token in range(self.tokens[other]):
-                if rank in self.goes(other, token):
-                    rows[:, other, token] = [x[other][token] for x in self.x]
-        right |= {"rows 0": rows[0], "rows 1": rows[1]}
+        rows, places = np.zeros(self.layout.sections["rows"][1], np.uint8), self.ranks * most
+        values, scales = np.split(rows, [places * D])
+        sections = [(rows.view(np.uint16),), (values, scales[: 4 * places].view(np.float32))]
+        for turn, parts in enumerate(sections):
+            for other, token in (
+                (r, t) for r, n in enumerate(self.tokens) for t in range(n) if rank in self.goes(r, t)
+            ):
+                for part, given in zip(parts, self.x[turn][other], strict=True):
+                    part.reshape(places, -1)[other * most + token] = given[token]
+            right[f"rows {turn}"] = rows.copy()
         out, values = np.zeros((self.tokens[rank], D), np.float32), np.zeros(self.layout.max_pairs, np.float32)
         parts = np.zeros((self.ranks, self.tokens[rank], D), np.float32)
         for token, pairs in enumerate(self.pairs(rank)):
@@ -198,8 +205,9 @@ class Exchange:
         for name in ("experts", "scores", "pair_tokens", "token_offsets"):
             self._read(rank, name, name, SECTIONS[name])
         for turn in range(2):
-            driver.launch(*end.send(address(self.x[turn][rank]), ranks, num_tokens=tokens, stream=0))
-            self._read(rank, "rows", f"rows {turn}", np.uint16)
+            rows, *scales = map(address, self.x[turn][rank])
+            driver.launch(*end.send(rows, sum(scales), ranks, num_tokens=tokens, stream=0))
+            self._read(rank, "rows", f"rows {turn}", np.uint8)
         D = self.layout.d_model
         slices = (range(8), range(8, D))
         scores = address(np.ascontiguousarray(self._arrived_scores()))

@@ -67,6 +67,9 @@ FAULTS = {
     "a rank's flags of parts over the next one's": Fault(
         "add_up.cu", "from * parts + part", "from + part", "values", (5, 5, 5)
     ),
+    "a rank's scales over rank 0's": Fault(
+        "exchange.cu", "[m.rank * p.max_tokens + token] = scale", "[token] = scale", "values"
+    ),
     "blocks counted without an order": Fault("meeting.cuh", "atom.acq_rel.gpu", "atom.relaxed.gpu"),
 }
 QUICK = (

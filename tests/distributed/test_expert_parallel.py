@@ -12,7 +12,6 @@ from ep_ranks import ANY_NUMBER, CASES, EIGHT, TOKENS, D, E, batch, build, run_r
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from blazeproto import MoE
 from blazeproto.autograd import Arrived, Options
 from blazeproto.blocksparse import dMoE
 from blazeproto.distributed import AllToAll, Symmetric, clip_grad_norm_, expert_parallel
@@ -65,23 +64,6 @@ def test_any_dispatcher_with_the_protocol_serves(group: dist.ProcessGroup) -> No
     assert here.tokens == len(got["out"]) and here.checked is layer.options
     assert all(torch.equal(got[name], expected[name]) for name in expected)
     assert torch.equal(layer.down_proj.grad.full_tensor(), alone.down_proj.grad)
-
-
-def test_fp8_goes_through_all_to_all_and_is_refused_by_symmetric(group: dist.ProcessGroup) -> None:
-    """Rows are quantized where they arrive."""
-    made = []
-    for parallel in (False, True):
-        torch.manual_seed(0)
-        layer = MoE(64, 128, 4, 2, precision="fp8")
-        layer = expert_parallel(layer, group) if parallel else layer
-        x = torch.randn(20, 64, requires_grad=True)
-        out = layer(x)[0]
-        made.append((out, *torch.autograd.grad(out.square().sum(), x)))
-    for a, b in zip(*made, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    layer = MoE(64, 128, 4, 2, precision="fp8")
-    symmetric = Symmetric(group, 4, d_model=64, max_tokens=20, max_pairs=40, device="cpu")
-    refuses(lambda: expert_parallel(layer, group, dispatcher=symmetric), "precision")
 
 
 def test_refusals(group: dist.ProcessGroup) -> None:

@@ -20,5 +20,8 @@ def test_rows_of_all_dispatchers(tmp_path: Path) -> None:
     row = record["ep"][0]
     assert row["cfg"] == {"T": 64, "d": 64, "n": 32, "E": 8, "K": 2} and row["fwd_ms"] > 0 and row["payload_MiB"] == 0
     assert "| 64, 64, 32, 8, 2 | 1 | `Symmetric` |" in TABLES["expert_parallel"](record)
+    [row] = json.loads((tmp_path / "fp8_ranks.json").read_text())["rows"]
+    assert max(row["bf16_apart"].values()) < 1e-5 and 0 <= max(row["fp8_apart"].values()) < 0.02
+    assert "| 64, 64, 128, 8, 2 | 1 | " in TABLES["fp8_ranks"]({"rows": [row]})
     why = "`all_to_all_vdev_2d`, the exchange alone (absent: needs GPUs, got ranks on cpu) | – |"
     assert why in TABLES["expert_parallel"](record)

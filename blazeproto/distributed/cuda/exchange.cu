@@ -1,7 +1,7 @@
 // What goes to the ranks of a token's experts: share, send; and the scores' gradients back: send_back.
 //
 //   share       each rank's expert ids and scores go to all ranks, ids counted from the receiver's first expert
-//   send        each token's row goes once to each rank that has any of its experts
+//   send        each token's row goes once to each rank that has any of its experts, an e4m3 row with its scale
 //   send_back   the gradient of a pair's score goes from the rank of its expert to the rank of its token
 //
 // Rank q's tokens have places of their own in every rank's memory, from q max_tokens on, and its pairs from q pairs_of_rank on.
@@ -73,9 +73,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) share(const __grid_constan
 struct SendParams {
     Meeting meeting;
     const char* rows;        // (tokens, row_bytes)
+    const float* scales;     // (tokens,) of e4m3 rows, else null
     const int* token_ranks;  // (tokens,)
     int64_t tokens, max_tokens, row_bytes;
-    int64_t rows_at;  // in each rank's memory: (ranks, max_tokens, row_bytes)
+    int64_t rows_at;  // in each rank's memory: (ranks, max_tokens, row_bytes), then the scales (ranks, max_tokens)
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) send(const __grid_constant__ SendParams p) {
@@ -103,6 +104,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) send(const __grid_constant
                 }
             }
         }
+    }
+    const int64_t scales_at = p.rows_at + m.ranks * p.max_tokens * p.row_bytes;
+    for (int64_t token = threads_before(); p.scales && token < p.tokens; token += threads_in_all()) {
+        const uint32_t ranks = uint32_t(load_s32(p.token_ranks + token));
+        const float scale = load_f32(p.scales + token);
+        for (int peer = 0; peer < m.ranks; ++peer)  // all lanes have the same, so that a warp's stores are neighbours
+            if (ranks >> peer & 1) reinterpret_cast<float*>(m.at(peer, scales_at))[m.rank * p.max_tokens + token] = scale;
     }
     end_exchange(m, epoch, true);
 }
