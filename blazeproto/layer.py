@@ -242,17 +242,18 @@ class MoE(nn.Module, Shown):
         store(self, (self.up_name, "down_proj"), storage)
 
     def quantize_weights(self, dtype: torch.dtype | None = None) -> None:
-        """With precision="fp8": quantize the experts' weights now, and keep that in ``quantized`` for all forwards to come.
+        """With precision="fp8" or "fp8_rollout": quantize the experts' weights now, and keep that in ``quantized`` for all forwards to come.
 
         To be called again after each step of the optimizer; ``layer.quantized = None`` ends it. A forward with weights that have
         changed since raises ValueError. dtype: of x; see `blazeproto.autograd.quantize_weights`, which says what it refuses;
         ValueError for a layer of another precision, RuntimeError for one with a dispatcher.
         """
         refuse_ranks(self.dispatcher, "quantize_weights")
-        if self.precision != "fp8":
+        if self.precision == "bf16":
             raise ValueError(f"precision: expected 'fp8' for quantize_weights, got {self.precision!r}")
         check_weights(self.up_proj_weight, self.down_proj, self.up_bias, self.down_proj_bias, self.options)
-        self.quantized = quantize_weights(self.up_proj_weight, self.down_proj, dtype=dtype, backend=self.backend)
+        how: dict[str, Any] = {"dtype": dtype, "backend": self.backend, "precision": self.precision}
+        self.quantized = quantize_weights(self.up_proj_weight, self.down_proj, **how)
 
     def prepare(self, num_tokens: int) -> None:
         """Compile, in parallel, and load what the experts launch for ``num_tokens`` tokens: a CUDA-graph capture can do neither.
@@ -344,7 +345,7 @@ class MoE(nn.Module, Shown):
             row_capacity=self.row_capacity,
             varying_pairs=None if choice is None else self.max_pairs(num_tokens),
             precision=self.options.precision,
-            keep_transposed=self.keep_transposed and self.quantized is None and input_grad,
+            keep_transposed=self.keep_transposed and self.quantized is None and input_grad and not self.stored,
         )
 
     def runs_on(self, dtype: torch.dtype | None = None) -> str:

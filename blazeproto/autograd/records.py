@@ -28,8 +28,10 @@ from torch.optim.optimizer import (
 
 from blazeproto.autograd.operators import cast, ready
 from blazeproto.gemm.e4m3 import BLOCK, Quantized, blocks, scales_shape
+from blazeproto.gemm.recipe import RECIPES
 from blazeproto.gemm.tiles import ALIGNMENT
 from blazeproto.runtime.checks import instance
+from blazeproto.stored.weight import StoredWeight
 
 
 def row_bytes(width: int) -> int:
@@ -96,7 +98,7 @@ def _views(record: Tensor, scale: str, *shape: int) -> Quantized:
 
 def quantized_weight(
     quantize: Any,
-    weight: Tensor,
+    weight: Tensor | StoredWeight,
     dtype: torch.dtype,
     at: Any,
     kept: Tensor | None,
@@ -105,7 +107,13 @@ def quantized_weight(
     transposed: bool = False,
 ) -> Quantized:
     """A weight, or its transpose, in e4m3.  quantize: a backend's ``quantize_weights``.  dtype: x's, to which it is rounded
-    first.  kept: a record that has it already.  place: a record that gets the transpose, too."""
+    first.  kept: a record that has it already.  place: a record that gets the transpose, too. Of a `StoredWeight` the numbers and
+    scales are taken as they are."""
+    if isinstance(weight, StoredWeight):
+        values, scales = weight.values, weight.scales.float()
+        if transposed:
+            values, scales = values.view(torch.uint8).mT.contiguous().view(values.dtype), scales.mT.contiguous()
+        return Quantized(values, scales)
     if kept is None:
         kept, *orders = new_orders(weight, (not transposed, transposed), place)
         quantize(ready(cast(weight, dtype)), at, *orders)
@@ -174,13 +182,14 @@ def check_unchanged(record: Tensor, weight: Tensor, *, copies: bool) -> None:
 class QuantizedWeights:
     """Both weights of an expert MLP in fp8, each in forward's order and transposed: what `quantize_weights` made.
 
-    up, down: records (2, E, bytes), uint8, see above.  dtype: of x, to which weights were rounded first.
+    up, down: records (2, E, bytes), uint8, see above.  dtype: of x, to which weights were rounded first.  precision: the recipe's.
     One that was made by hand, copied deeply, or saved and loaded, is of no weights: a forward with it raises ValueError.
     """
 
     up: Tensor
     down: Tensor
     dtype: torch.dtype
+    precision: str = "fp8"
 
     def __post_init__(self) -> None:
         """What is not noted yet is of no weights: a compiled call would else take it for a record in an exported program."""
@@ -207,7 +216,7 @@ def records_of(
     """up and down. TypeError for what is not `QuantizedWeights`; ValueError: they are not for x of this dtype or for this
     precision, or not of these weights as they are, which a compiled call finds in its operators (`node.experts`)."""
     instance("quantized", quantized, QuantizedWeights, optional=True)
-    for name, expected, got in (("precision", "fp8", precision), ("x", quantized.dtype, dtype)):
+    for name, expected, got in (("precision", quantized.precision, precision), ("x", quantized.dtype, dtype)):
         if expected != got:
             raise ValueError(f"quantized: expected {name} in {expected}, got {got}")
     records = quantized.up, quantized.down
@@ -217,14 +226,17 @@ def records_of(
     return records
 
 
-def made_of(gate_up_proj: Tensor, down_proj: Tensor, dtype: torch.dtype, backend: Any) -> QuantizedWeights:
+def made_of(
+    gate_up_proj: Tensor, down_proj: Tensor, dtype: torch.dtype, backend: Any, precision: str
+) -> QuantizedWeights:
     """Both weights' records, for as long as the weights stay as they are."""
     _watch_optimizers()
     records = []
     for weight in (gate_up_proj, down_proj):
         record, *orders = new_orders(weight, (True, True))
-        backend.quantize_weights(ready(cast(weight, dtype)), backend.place_of(weight), *orders)
+        how = {"scale_values": RECIPES[precision].weights.scale_values}
+        backend.quantize_weights(ready(cast(weight, dtype)), backend.place_of(weight), *orders, **how)
         _MADE_OF[record.untyped_storage()] = _state(weight)
         records.append(record)
     up, down = records
-    return QuantizedWeights(up, down, dtype)
+    return QuantizedWeights(up, down, dtype, precision)

@@ -14,14 +14,15 @@ THREADS = 128  # of a block that quantizes rows
 
 
 @cache
-def kernel(entry: str, sources: Path | None = None) -> Kernel:
-    """entry: a function of quantize.cu."""
-    return Kernel("quantize.cu", entry, {"BLOCK": BLOCK}, sources=sources)
+def kernel(entry: str, sources: Path | None = None, *, floats: bool = False) -> Kernel:
+    """entry: a function of quantize.cu.  floats: whether scales are float32."""
+    return Kernel("quantize.cu", entry, {"BLOCK": BLOCK, **({"FLOAT_SCALES": 1} if floats else {})}, sources=sources)
 
 
-def kernels() -> list[Kernel]:
-    """All of them."""
-    return list(map(kernel, ("quantize_rows", "quantize_weights", "block_offsets", "transpose_rows")))
+def kernels(*, floats: bool = False) -> list[Kernel]:
+    """All that a layer launches.  floats: whether forward's scales are float32; backward has tokens' powers of two."""
+    of_floats = [kernel(entry, floats=True) for entry in ("quantize_rows", "quantize_weights") if floats]
+    return [*of_floats, *map(kernel, ("quantize_rows", "quantize_weights")[: 1 if floats else 2]), *transposing()]
 
 
 def transposing() -> list[Kernel]:
@@ -36,26 +37,35 @@ class OnStream(NamedTuple):
     stream: int
 
 
-def _launch(entry: str, at: Addresses | OnStream, grid: tuple[int, int], threads: int, *words: int) -> None:
-    made = kernel(entry, build_of("quantize").sources)
+def _launch(
+    entry: str, at: Addresses | OnStream, grid: tuple[int, int], threads: int, *words: int, floats: bool = False
+) -> None:
+    made = kernel(entry, build_of("quantize").sources, floats=floats)
     driver.launch(made.handle(at.device), grid, threads, 0, at.stream, words)
 
 
 def launch_rows(x: Any, at: Addresses, out: Quantized) -> None:
-    """x (T, width) bf16 -> values (T, width), scales (T,). Width: a multiple of 16."""
+    """x (T, width) bf16 -> values (T, width), scales (T,), or float32 ones (T, width / 128). Width: a multiple of 16, or of 128."""
     count, width = x.shape
     if count:
-        _launch("quantize_rows", at, (count, 1), THREADS, x.data_ptr(), *_at(out), width)
+        floats = len(out.scales.shape) == 2
+        _launch("quantize_rows", at, (count, 1), THREADS, x.data_ptr(), *_at(out), width, floats=floats)
 
 
-def launch_weights(weights: Any, at: Addresses | OnStream, out: Quantized | None, transposed: Quantized | None) -> None:
+def launch_weights(
+    weights: Any,
+    at: Addresses | OnStream,
+    out: Quantized | None,
+    transposed: Quantized | None,
+    *,
+    scale_values: str = "power_of_two",
+) -> None:
     """weights (E, m, k) bf16 -> values (E, m, k), scales (E, m / 128, k / 128); of the transpose with m and k exchanged. None:
-    that order is not wanted. m, k: multiples of 16."""
+    that order is not wanted. m, k: multiples of 16.  scale_values: of an `Operand`."""
     experts, m, k = weights.shape
-    to = [(0, 0) if order is None else _at(order) for order in (out, transposed)]
-    _launch(
-        "quantize_weights", at, (experts * blocks(m), blocks(k)), 2 * THREADS, weights.data_ptr(), *to[0], *to[1], m, k
-    )
+    to = [part for order in (out, transposed) for part in ((0, 0) if order is None else _at(order))]
+    grid, floats = (experts * blocks(m), blocks(k)), scale_values == "float32"
+    _launch("quantize_weights", at, grid, 2 * THREADS, weights.data_ptr(), *to, m, k, floats=floats)
 
 
 def most_blocks(num_rows: int, experts: int) -> int:
