@@ -242,7 +242,7 @@ class MoE(nn.Module, Shown):
         store(self, (self.up_name, "down_proj"), storage)
 
     def quantize_weights(self, dtype: torch.dtype | None = None) -> None:
-        """With precision="fp8" or "fp8_rollout": quantize the experts' weights now, and keep that in ``quantized`` for all forwards to come.
+        """With quantized operands: quantize the experts' weights now, and keep that in ``quantized`` for all forwards to come.
 
         To be called again after each step of the optimizer; ``layer.quantized = None`` ends it. A forward with weights that have
         changed since raises ValueError. dtype: of x; see `blazeproto.autograd.quantize_weights`, which says what it refuses;

@@ -116,8 +116,7 @@ def why_refused(*weights_and_options: Any) -> str:
 
 
 def _check_fp8(weights: tuple[Any, ...], absent: list[str], options: Options) -> None:
-    """The check of precision="fp8" or "fp8_rollout". weights: down_proj last.  absent: what came of the arguments that they do not
-    take."""
+    """The check of quantized operands. weights: down_proj last.  absent: what came of the arguments that they do not take."""
     (_, d_model, d_expert), activation = weights[-1].shape, activation_named(options.activation)
     whole = BLOCK if (floats := RECIPES[str(options.precision)].floats) else 16
     taken = ("fp8 128 128",) if floats else ()

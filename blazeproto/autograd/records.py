@@ -182,7 +182,7 @@ def check_unchanged(record: Tensor, weight: Tensor, *, copies: bool) -> None:
 class QuantizedWeights:
     """Both weights of an expert MLP in fp8, each in forward's order and transposed: what `quantize_weights` made.
 
-    up, down: records (2, E, bytes), uint8, see above.  dtype: of x, to which weights were rounded first.  precision: the recipe's.
+    up, down: records (2, E, bytes), uint8, see above.  dtype: of x, to which weights were rounded first.  precision: the recipe.
     One that was made by hand, copied deeply, or saved and loaded, is of no weights: a forward with it raises ValueError.
     """
 

@@ -6,8 +6,8 @@ scale is NaN, and so are all values that share it. Rounding is to nearest, ties 
 2^-9. So a quantized weight's transpose is the transpose, quantized.
 
 "power_of_two"  The scale is the least power of two, at least 2^-126, that leaves no magnitude above 448, e4m3's largest.
-"float32"       The scale is a 448th of the largest magnitude, at least of 1e-10, in float32, as in vLLM. Of a weight it is at least
-                a 448th of 1e-4, and values are multiplied by the scale's reciprocal, as in DeepGEMM.
+"float32"       The scale is a 448th of the largest magnitude, at least of 1e-10, in float32, as in vLLM. Of a weight it is at
+                least a 448th of 1e-4, and values are multiplied by the scale's reciprocal, as in DeepGEMM.
 """
 
 from typing import Any, NamedTuple
@@ -58,8 +58,8 @@ def scales_shape(scale: str, values: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def to_e4m3(m: Any, values: Any, scale: str, scale_values: str = "power_of_two") -> Quantized:
-    """Numbers of any dtype, quantized. scale, scale_values: of an `Operand`. Shapes: `scales_shape`. NumPy, which has no e4m3, gets
-    bits, uint8."""
+    """Numbers of any dtype, quantized. scale, scale_values: of an `Operand`. Shapes: `scales_shape`. NumPy, which has no e4m3,
+    gets bits, uint8."""
     by_block = _by_block(m, values.astype(m.float32) if m is np else values.to(m.float32), scale)
     largest, of_weights = m.amax(abs(by_block), (-3, -1)), scale == "128x128"
     if floats := scale_values == "float32":

@@ -57,6 +57,11 @@ class Recipe:
         """That of the operands by rows."""
         return ELEMENTS[self.x.element] if self.products else BF16
 
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{each.name} {' '.join(getattr(self, each.name)[1:])}" for each in fields(self) if each.metadata
+        )
+
     @property
     def floats(self) -> bool:
         """Whether forward's scales are float32."""

@@ -95,7 +95,10 @@ def kernels_by_use() -> dict[Kernel, str]:
     """Every kernel that the layers of tests and benchmarks reach, and every candidate of the tuner, once; not yet compiled. By
     kernel the first product that has it, or what else it is for."""
     of_products = {name: [*entry.kernels(), *_of_ampere(entry)] for name, entry in (PRODUCTS | BLOCK_PRODUCTS).items()}
-    uses = of_products | {"router's logits": logits.kernels(), "quantize": [*quantize.kernels(), *quantize.kernels(floats=True)]}
+    uses = of_products | {
+        "router's logits": logits.kernels(),
+        "quantize": [*quantize.kernels(), *quantize.kernels(floats=True)],
+    }
     found: dict[Kernel, str] = {}
     for name, kernels in uses.items():
         for kernel in kernels:

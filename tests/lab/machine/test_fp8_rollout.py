@@ -1,5 +1,5 @@
-"""The kernels of precision="fp8_rollout" on the machine: quantizing gives the twins' bits, and products give the bits of DeepGEMM's
-arithmetic, written down here: each 128 elements of the reduction by themselves in a tensor core, then
+"""The kernels of precision="fp8_rollout" on the machine: quantizing gives the twins' bits, and products give the bits of
+DeepGEMM's arithmetic, written down here: each 128 elements of the reduction by themselves in a tensor core, then
 sum = fma(scale of the row * scale of the weight, what came out, sum), all in float32.
 """
 
@@ -16,6 +16,7 @@ from blazeproto.gemm.e4m3 import BLOCK, LEAST, LEAST_OF_WEIGHTS, Quantized, bloc
 from blazeproto.gemm.product import Build
 from blazeproto.runtime.rounding import E4M3, bfloat16_bits, from_bfloat16_bits, to_bfloat16
 from ptxsim.matrices import multiply_in_14_bits
+from ptxsim.warp import MachineError
 from tests.lab.machine.test_fp8 import SOURCES, SWIGLU, Layer, hostile, same
 
 FLOATS = "float32"
@@ -33,15 +34,15 @@ def test_quantizing_gives_the_twins_bits(kind: str) -> None:
         same(made, to_e4m3(np, from_bfloat16_bits(x), kind, FLOATS))
         assert made.scales[0, 0] == np.float32(LEAST) / np.float32(448)
         return
-    weights = hostile(layer.rng, 2, 272, 144)
-    weights[1, 128:256, :128] = 0
-    made = Quantized(np.empty((2, 272, 144), np.uint8), np.empty((2, 3, 2), np.float32))
-    turned = Quantized(np.empty((2, 144, 272), np.uint8), np.empty((2, 2, 3), np.float32))
+    weights = hostile(layer.rng, 1, 272, 144)
+    weights[0, 128:256, :128] = 0
+    made = Quantized(np.empty((1, 272, 144), np.uint8), np.empty((1, 3, 2), np.float32))
+    turned = Quantized(np.empty((1, 144, 272), np.uint8), np.empty((1, 2, 3), np.float32))
     layer.run(quantize.launch_weights, weights, None, made, turned, scale_values=FLOATS)
     twin = to_e4m3(np, from_bfloat16_bits(weights), kind, FLOATS)
     same(made, twin)
     same(turned, Quantized(twin.values.swapaxes(1, 2), twin.scales.swapaxes(1, 2)))
-    assert made.scales[1, 1, 0] == np.float32(LEAST_OF_WEIGHTS) / np.float32(448)
+    assert made.scales[0, 1, 0] == np.float32(LEAST_OF_WEIGHTS) / np.float32(448)
 
 
 def floats(layer: Layer, *shape: int, scales: tuple[int, ...]) -> Quantized:
@@ -78,16 +79,16 @@ def vllm_act(h: np.ndarray) -> np.ndarray:
 class Up:
     """An up projection of tokens that are gathered, and what it should make."""
 
-    def __init__(self, d: int = 384) -> None:
-        self.layer = layer = Layer(24, d, 256, 3, 2)
-        self.x = floats(layer, 24, d, scales=(24, blocks(d)))
-        self.weights = floats(layer, 3, 512, d, scales=(3, 4, blocks(d)))
+    def __init__(self, d: int = 256) -> None:
+        self.layer = layer = Layer(20, d, 128, 3, 2)
+        self.x = floats(layer, 20, d, scales=(20, blocks(d)))
+        self.weights = floats(layer, 3, 256, d, scales=(3, 2, blocks(d)))
         self.weights.scales[...] /= 100  # so that SiLU is neither 0 nor its argument
         self.h = deep_gemm(layer, self.x.values[layer.token], self.x.scales[layer.token], self.weights)
         self.act = vllm_act(self.h)
 
     def run(self) -> tuple[Quantized, Quantized]:
-        h, act = self.layer.room(512), self.layer.room(256)
+        h, act = self.layer.room(256), self.layer.room(128)
         self.layer.run(up.launch, self.x, self.weights, None, h=h, act=act, **SWIGLU)
         return h, act
 
@@ -110,11 +111,19 @@ def test_down_has_the_bits_of_deepgemm() -> None:
 
 FAULTS = {  # file -> what is there, and what is put in its place
     "tokens a row apart": ("fp8.cuh", "rows += GATHER ? 1 : p.rows;", "rows += p.rows;"),
-    "the block before's scale": ("fp8.cuh", "of_row[1] = load_f32(p.a_scales + (rows + second_row));", "of_row[1] = of_row[0];"),
+    "the block before's scale": (
+        "fp8.cuh",
+        "of_row[1] = load_f32(p.a_scales + (rows + second_row));",
+        "of_row[1] = of_row[0];",
+    ),
     "the next block's scale": ("fp8.cuh", "rows = token * steps;", "rows = token * steps + 1;"),
     "a power of two for act": ("up_fp8.cu", "using OfAct = FloatScale;", "using OfAct = Scale;"),
     "SiLU not rounded": ("up_fp8.cu", "#if BLOCK_SCALES && ACTIVATION_IS_SILU", "#if 0"),
-    "a product with the reciprocal": ("quantized.cuh", "return quotient(value, scale, inverse);", "return value * inverse;"),
+    "a product with the reciprocal": (
+        "quantized.cuh",
+        "return quotient(value, scale, inverse);",
+        "return value * inverse;",
+    ),
 }
 
 
@@ -127,9 +136,14 @@ def test_faults_are_found(fault: str, tmp_path: Path) -> None:
     (sources / file).write_text(text.replace(old, new))
     case = Up()
     with product.alone({"up_forward": Build(sources=sources)}):
-        h, act = case.run()
+        try:
+            h, act = case.run()
+        except MachineError:  # beyond an array
+            return
     right = to_e4m3(np, case.h, "1x128"), to_e4m3(np, case.act, "1x128", FLOATS)
-    assert not all(np.array_equal(a, b) for made, of in zip((h, act), right, strict=True) for a, b in zip(made, of, strict=True))
+    assert not all(
+        np.array_equal(a, b) for made, of in zip((h, act), right, strict=True) for a, b in zip(made, of, strict=True)
+    )
 
 
 def test_a_group_of_bf16_zeros_keeps_their_signs() -> None:
