@@ -107,8 +107,8 @@ def quantized_weight(
     transposed: bool = False,
 ) -> Quantized:
     """A weight, or its transpose, in e4m3.  quantize: a backend's ``quantize_weights``.  dtype: x's, to which it is rounded
-    first.  kept: a record that has it already.  place: a record that gets the transpose, too. Of a `StoredWeight` the numbers and
-    scales are taken as they are."""
+    first.  kept: a record that has it already.  place: a record that gets the transpose, too. A `StoredWeight`'s numbers and
+    scales stay as they are."""
     if isinstance(weight, StoredWeight):
         values, scales = weight.values, weight.scales.float()
         if transposed:

@@ -63,7 +63,7 @@ class Array:
     operand: str = ""
 
     def operand_of(self, recipe: Recipe) -> Operand | None:
-        """What it is in a recipe; None if it stays bf16."""
+        """Its operand in a recipe; None if it stays bf16."""
         return recipe.operand(self.operand or self.name)
 
     @property

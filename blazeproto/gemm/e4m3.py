@@ -6,8 +6,8 @@ scale is NaN, and so are all values that share it. Rounding is to nearest, ties 
 2^-9. So a quantized weight's transpose is the transpose, quantized.
 
 "power_of_two"  The scale is the least power of two, at least 2^-126, that leaves no magnitude above 448, e4m3's largest.
-"float32"       The scale is a 448th of the largest magnitude, at least of 1e-10, in float32, as in vLLM. Of a weight it is at
-                least a 448th of 1e-4, and values are multiplied by the scale's reciprocal, as in DeepGEMM.
+"float32"       The scale is a 448th of the largest magnitude, at least of 1e-10, in float32, as in vLLM. A weight's is at
+                least a 448th of 1e-4, and its values are multiplied by the scale's reciprocal, as in DeepGEMM.
 """
 
 from typing import Any, NamedTuple

@@ -45,7 +45,7 @@ def _launch(
 
 
 def launch_rows(x: Any, at: Addresses, out: Quantized) -> None:
-    """x (T, width) bf16 -> values (T, width), scales (T,); or float32 scales (T, width / 128). Width: a multiple of 16; or 128."""
+    """x (T, width) bf16 -> values (T, width), scales (T,), or float32 ones (T, width / 128). Width: a multiple of 16; of 128."""
     count, width = x.shape
     if count:
         floats = len(out.scales.shape) == 2

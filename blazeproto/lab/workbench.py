@@ -83,7 +83,7 @@ class Workbench:
     T tokens, d model width, n expert width, E experts, K experts a token. d and n are multiples of 8, E at most 512.
     activation: of `blazeproto.activations`.  routing: of `lab.oracle.ROUTINGS`.  seed: of the inputs, which are bf16 at unit
     scale, weights at 1/√fan-in.  config: the tiles; default: a layer's of this shape.  device: "cpu" for the
-    machine even with a Hopper GPU. precision: "fp8" or "fp8_rollout" for quantized operands, d being a multiple of 16 and n of 128;
+    machine even with a Hopper GPU. precision: "fp8" or "fp8_rollout" for quantized operands, d a multiple of 16 and n of 128;
     outputs are their numbers then. bias_score_grad and expert_row_sum run as in a layer with biases; the other
     products have no biases.
 
