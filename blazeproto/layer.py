@@ -27,7 +27,7 @@ from blazeproto.autograd.options import OPTION_NAMES, Options, documented, takes
 from blazeproto.autograd.ranks import Dispatcher, refuse_ranks
 from blazeproto.autograd.shared_expert import SharedExpert
 from blazeproto.router.choices import check_keywords
-from blazeproto.router.router import Router, check_by_token, check_takes_mask, make_router, router_keywords
+from blazeproto.router.router import Router, check_by_token, check_takes_mask, make_router, router_keywords, routing_of
 from blazeproto.router.stats import MoEStats
 from blazeproto.runtime.arch import ARCHES
 from blazeproto.runtime.checks import boolean, fixed, integer, require
@@ -177,13 +177,22 @@ class MoE(nn.Module, Shown):
                 parameter.uniform_(-(fan_in**-0.5), fan_in**-0.5)
 
     def forward(
-        self, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        token_ids: Tensor | None = None,
+        mask: Tensor | None = None,
+        *,
+        experts: Tensor | None = None,
+        scores: Tensor | None = None,
     ) -> tuple[Tensor, MoEStats]:
         """x (..., d) floating point → out (..., d) of x's dtype, and what the router did.
 
         token_ids: (...) integers, for hash routing alone.
         mask: (...) bool; default: all True. A token where it is False is padding: its output is 0, from the shared expert too;
         it takes no row, has no part in loads and losses, and gets no gradient; what x holds there, NaN too, changes nothing.
+        experts, scores: (..., K) integers and floating point, both or neither: the choice of another program, as of an inference
+        engine. The router does not run and gets no gradient; scores get theirs if they need one; stats have no losses. An id
+        outside [0, E) is of no expert.
         TypeError or ValueError names what does not fit.
         """
         check_dense("x", x)
@@ -200,8 +209,13 @@ class MoE(nn.Module, Shown):
             check_by_token("mask", mask, tokens.shape[0], x.device)
             if mask.shape not in (x.shape[:-1], tokens.shape[:1]):  # (T, B) for (B, T) would mask other tokens
                 raise ValueError(f"mask: expected shape {tuple(x.shape[:-1])}, x's, got {tuple(mask.shape)}")
-            check_takes_mask(self.router)
-        routing = self.router(tokens, **given)
+        if experts is None and scores is None:
+            if mask is not None:
+                check_takes_mask(self.router)
+            routing = self.router(tokens, **given)
+        else:
+            require(token_ids is None, "token_ids", "None with experts and scores", "a tensor")
+            routing = routing_of(experts, scores, x, self.num_experts, self.top_k, mask)
         if mask is not None and routing.mask is None:
             raise TypeError(f"mask: expected a router whose Routing has it, got None from {type(self.router).__name__}")
         if self.shared_expert is not None and torch.compiler.is_compiling():
