@@ -20,6 +20,7 @@ from blazeproto.gemm.e4m3 import BLOCK, Quantized, from_e4m3, to_e4m3
 from blazeproto.gemm.recipe import RECIPES
 from tests.autograd.test_fp8 import formula
 from tests.autograd.test_hopper_on_cpu import as_numpy
+from tests.autograd.test_rollout import as_stored, run
 
 SIZES = (137, 528, 128, 5, 3)  # a gradient of W_down in three slices of columns
 
@@ -178,6 +179,14 @@ def test_it_is_the_formula_and_quantizes_no_weight_twice(make_case, quantized_or
             assert (got - expected).norm() < 2e-3 * expected.norm(), name
         else:
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_stored_weights_are_multiplied_as_they_are(make_case, quantized_orders):
+    case = make_case(137, 512, *SIZES[2:], dtype=torch.float32)
+    expected = run(case)
+    quantized_orders.clear()
+    got = run(case, gate_up_proj=as_stored(case.gate_up_proj), down_proj=as_stored(case.down_proj))
+    assert not quantized_orders and all(map(torch.equal, got, expected))
 
 
 def test_weights_are_rounded_to_the_dtype_of_x_first(quantized_orders):
