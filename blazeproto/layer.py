@@ -266,8 +266,9 @@ class MoE(nn.Module, Shown):
         if self.precision == "bf16":
             raise ValueError(f"precision: expected 'fp8' for quantize_weights, got {self.precision!r}")
         check_weights(self.up_proj_weight, self.down_proj, self.up_bias, self.down_proj_bias, self.options)
-        how: dict[str, Any] = {"dtype": dtype, "backend": self.backend, "precision": self.precision}
-        self.quantized = quantize_weights(self.up_proj_weight, self.down_proj, **how)
+        self.quantized = quantize_weights(
+            self.up_proj_weight, self.down_proj, dtype=dtype, backend=self.backend, precision=self.precision
+        )
 
     def prepare(self, num_tokens: int) -> None:
         """Compile, in parallel, and load what the experts launch for ``num_tokens`` tokens: a CUDA-graph capture can do neither.

@@ -119,7 +119,6 @@ def _check_fp8(weights: tuple[Any, ...], absent: list[str], options: Options) ->
     """The check of quantized operands. weights: down_proj last.  absent: what came of the arguments that they do not take."""
     (_, d_model, d_expert), activation = weights[-1].shape, activation_named(options.activation)
     whole = BLOCK if (floats := RECIPES[str(options.precision)].floats) else 16
-    taken = ("fp8 128 128",) if floats else ()
     stored = [t.how for t in weights if isinstance(t, StoredWeight)]
     for wrong, expected, got in (
         (
@@ -134,7 +133,7 @@ def _check_fp8(weights: tuple[Any, ...], absent: list[str], options: Options) ->
         ),
         (absent, "neither biases nor low-rank factors", ", ".join(absent)),
         (
-            not {*stored} <= {*taken} or 0 < len(stored) < len(weights),
+            not {*stored} <= ({"fp8 128 128"} if floats else {*()}) or 0 < len(stored) < len(weights),
             f"weights in x's dtype{', or all of them stored as fp8 in blocks of 128 x 128' * floats}",
             f"a StoredWeight, {', '.join(stored)}",
         ),

@@ -234,8 +234,12 @@ def made_of(
     records = []
     for weight in (gate_up_proj, down_proj):
         record, *orders = new_orders(weight, (True, True))
-        how = {"scale_values": RECIPES[precision].weights.scale_values}
-        backend.quantize_weights(ready(cast(weight, dtype)), backend.place_of(weight), *orders, **how)
+        backend.quantize_weights(
+            ready(cast(weight, dtype)),
+            backend.place_of(weight),
+            *orders,
+            scale_values=RECIPES[precision].weights.scale_values,
+        )
         _MADE_OF[record.untyped_storage()] = _state(weight)
         records.append(record)
     up, down = records

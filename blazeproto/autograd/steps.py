@@ -58,10 +58,8 @@ def steps_of(call: ExpertsCall, needs: Any = None, sums: Any = None, *, overwrit
     for kept, weight in ((beside.up_kept, p.up_proj), (beside.down_kept, p.down_proj)):
         if kept is not None and needs is None:
             check_unchanged(kept, weight, copies=True)
-    prepare: Any = _in_dtype
-    if call.quantized:
-        quantize = partial(backend.quantize_weights, scale_values=call.recipe.weights.scale_values)
-        prepare = partial(quantized_weight, quantize)
+    quantize = partial(backend.quantize_weights, scale_values=call.recipe.weights.scale_values)
+    prepare: Any = partial(quantized_weight, quantize) if call.quantized else _in_dtype
     if how.chunk_tokens != WHOLE:  # each product of each chunk takes the same weights, so the cast ones are kept
         prepare = partial(_once, {}, prepare)
     for chunk in chunks_of(dispatch, how.chunk_tokens):
@@ -125,8 +123,9 @@ class Steps:
         p, rows = self._joined() if self.needs else self.call.joined().p, self.chunk.rows
         weight = self.prepare(p.up_proj, self.dtype, self.rows, self.call.beside.up_kept, saved.up_t)
         low = self._low(x, p.up_a, p.up_b, gather=True, out=take(saved.xa, rows))
-        options: Any = {"activation": self.call.how.options.activation, "recipe": self.call.recipe}
-        step = BackendStep(self.rows, weight, p.up_bias, low, **options)
+        step = BackendStep(
+            self.rows, weight, p.up_bias, low, activation=self.call.how.options.activation, recipe=self.call.recipe
+        )
         return *self.backend.up_forward(step, x, take(saved.h, rows), take(saved.act, rows)), low and low[0]
 
     def down(self, act: Tensor, out: Tensor | None, saved: Saved) -> Tensor:

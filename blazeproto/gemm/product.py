@@ -345,7 +345,6 @@ def quantized_kernel(
 ) -> Kernel:
     """`tiled_kernel` of quantized operands. gather: whether it takes tokens, and quantizes the rows that it makes; else it takes
     operands in blocks.  floats: whether tokens have float32 scales, in blocks too."""
-    blocks = floats or not gather
-    options = {"B_MN": 0, "HAS_BIAS": 0, "FP8": 1, "GATHER": gather, "BLOCK_SCALES": blocks, "PAIRED_ROWS": gather}
-    of, every_macro = config or QUANTIZED, {**options, **macros}
+    options = {"B_MN": 0, "HAS_BIAS": 0, "FP8": 1, "GATHER": gather, "BLOCK_SCALES": floats or not gather}
+    of, every_macro = config or QUANTIZED, {**options, "PAIRED_ROWS": gather, **macros}
     return tiled_kernel(file, entry, of, build, tails=gather, widths=(256,), arch=arch, **every_macro)  # type: ignore[arg-type]

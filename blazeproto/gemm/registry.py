@@ -118,8 +118,7 @@ def all_kernels() -> list[Kernel]:
 
 def quantized_kernels(activation: str = "swiglu", precision: str | Recipe = "fp8") -> list[Kernel]:
     """Those of the products that a layer of quantized operands launches."""
-    floats = RECIPES[name_of(precision)].floats
-    every = variants(activation=[activation], element=[E4M3], f32=BOTH, floats=[floats])
+    every = variants(activation=[activation], element=[E4M3], f32=BOTH, floats=[RECIPES[name_of(precision)].floats])
     entries = [entry for entry in PRODUCTS.values() if E4M3 in entry.elements]
     launched = (
         kernel

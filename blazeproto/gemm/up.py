@@ -109,8 +109,9 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
     """variant: activation, transposed, bias, rank, element, floats."""
     macros = activation_named(variant.activation).macros
     if variant.element is E4M3:
-        how: dict[str, Any] = {"floats": variant.floats, "arch": variant.arch}
-        return quantized_kernel("up_fp8.cu", "up_forward_fp8", config, build, macros, **how)
+        return quantized_kernel(
+            "up_fp8.cu", "up_forward_fp8", config, build, macros, floats=variant.floats, arch=variant.arch
+        )
     config = config or table_of(variant.arch)["up_forward"]
     return tiled_kernel(
         "up.cu",
@@ -174,8 +175,12 @@ def launch(
     element = element_of(x)
     if config is None:
         config = chosen("up_forward", at.num_rows, at.num_experts, shape_of(x)[1], shape_of(act)[1], element, at.arch)
-    options: dict[str, Any] = {"transposed": transposed, "bias": bias is not None, "activation": activation}
-    options["floats"] = isinstance(x, Quantized) and len(x.scales.shape) == 2
+    options = {
+        "transposed": transposed,
+        "bias": bias is not None,
+        "activation": activation,
+        "floats": isinstance(x, Quantized) and len(x.scales.shape) == 2,
+    }
     variant = variant_of(x, up_proj, low, at, gather=True, **options)
     plan = _plan(at.where, shape_of(up_proj), variant, alone(config, variant.stored), build_of("up_forward"))
     h_at, act_at = address(h), address(act)

@@ -217,7 +217,7 @@ BENCH = Bench(
     "rollout",
     __doc__,
     {
-        "bits": Item(bits, WIDTHS, key=lambda widths: widths._asdict(), part="rows"),
+        "bits": Item(bits, WIDTHS, key=lambda widths: {"cfg": widths._asdict()}, part="rows"),
         "times": Item(times, SHAPES, key=lambda shape: {"cfg": cfg_of(shape)}, part="times", rounds=7),
     },
 )
