@@ -25,8 +25,8 @@ def checked(
         check_by_token("mask", mask, x.shape[:-1].numel(), x.device)
         if mask.shape not in (x.shape[:-1], (mask.numel(),)):  # (T, B) for (B, T) would mask other tokens
             raise ValueError(f"mask: expected shape {tuple(x.shape[:-1])}, x's, got {tuple(mask.shape)}")
-    if experts is not None or scores is not None:
-        check_dense("experts", experts)
+    require(experts is not None or scores is None, "scores", "None without experts", type(scores).__name__)
+    if experts is not None:
         require(token_ids is None, "token_ids", "None with experts and scores", "a tensor")
     elif mask is not None:
         check_takes_mask(router)
@@ -42,11 +42,13 @@ def routing_of(experts: Any, scores: Any, x: Tensor, num_experts: int, top_k: in
         if given.dtype not in kinds:
             raise TypeError(f"{name}: expected dtype {' or '.join(map(str, kinds))}, got {given.dtype}")
         if given.shape != shape or given.device != x.device:
-            expected = f"shape (..., K) = {shape} on {x.device}"
-            raise ValueError(f"{name}: expected {expected}, got {tuple(given.shape)} on {given.device}")
+            raise ValueError(
+                f"{name}: expected shape (..., K) = {shape} on {x.device}, got {tuple(given.shape)} on {given.device}"
+            )
     ids, scores = experts.reshape(-1, top_k), scores.reshape(-1, top_k)
     ids = ids if mask is None else ids.masked_fill(~mask.reshape(-1, 1), -1)
     counted = ids.where((ids >= 0) & (ids < num_experts), num_experts).long().view(-1)
-    load = torch.zeros(num_experts + 1, dtype=torch.int32, device=x.device)
-    load.scatter_add_(0, counted, torch.ones_like(counted, dtype=torch.int32))
+    load = counted.new_zeros(num_experts + 1, dtype=torch.int32).scatter_add_(
+        0, counted, torch.ones_like(counted).int()
+    )
     return Routing(scores, ids, scores.new_empty(0, num_experts), load[:-1], {}, mask=mask)
