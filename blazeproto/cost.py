@@ -186,8 +186,8 @@ class Work(NamedTuple):
 
 def _product_work(name: str, sizes: Sizes, phase: str = "", precision: str = "bf16") -> Work:
     checks.one_of("product", name, tuple(PRODUCTS))
-    product, element = PRODUCTS[name], PRODUCTS[name].element_of(precision)
-    return Work(phase, name, product.operations(_checked(sizes)) / element.rate, product.least_bytes(sizes, element))
+    product, rate = PRODUCTS[name], PRODUCTS[name].element_of(precision).rate
+    return Work(phase, name, product.operations(_checked(sizes)) / rate, product.least_bytes(sizes, precision))
 
 
 def layer_work(sizes: Sizes, save: str = "minimal") -> list[Work]:

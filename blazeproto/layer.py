@@ -28,7 +28,8 @@ from blazeproto.autograd.options import OPTION_NAMES, Options, documented, set_a
 from blazeproto.autograd.ranks import Dispatcher, refuse_ranks
 from blazeproto.autograd.shared_expert import SharedExpert
 from blazeproto.router.choices import check_keywords
-from blazeproto.router.router import Router, check_by_token, check_takes_mask, make_router, router_keywords
+from blazeproto.router.given import checked, routing_of
+from blazeproto.router.router import Router, make_router, router_keywords
 from blazeproto.router.stats import MoEStats
 from blazeproto.runtime.arch import ARCHES
 from blazeproto.runtime.checks import boolean, fixed, integer, require
@@ -118,7 +119,6 @@ class MoE(nn.Module, Shown):
         options = Options(**{name: keywords.pop(name) for name in OPTION_NAMES if name in keywords})
         self.options = replace(options, save=SavePolicy(options.save))
         self.d_model, self.d_expert, self.num_experts, self.top_k = d_model, d_expert, num_experts, top_k
-
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         if isinstance(router, str):
             router = make_router(router, d_model, num_experts, top_k, **where, **keywords)
@@ -128,7 +128,6 @@ class MoE(nn.Module, Shown):
             raise TypeError(f"router: a module brings its own options, got {sorted(keywords)} too")
         self._check_router(router)
         self.router = cast(Router, router)
-
         entry = activation_named(options.activation)
         up_width, self.up_name = d_expert * entry.halves, entry.up_name
         self.register_parameter(self.up_name, nn.Parameter(torch.empty(num_experts, up_width, d_model, **where)))
@@ -139,7 +138,6 @@ class MoE(nn.Module, Shown):
         self.shared_expert = SharedExpert(d_model, d_shared, options.activation, **where) if d_shared else None
         self.quantized: QuantizedWeights | None = None  # see `quantize_weights`
         self.kept = KeptWeights(keep_quantized)
-
         if options.backend in ARCHES and self.down_proj.device.type != "meta":
             # A layer made on the host may move to the GPU later: what counts then is whether there is one.
             on_host = self.down_proj.device.type == "cpu" and torch.cuda.is_available()
@@ -182,13 +180,20 @@ class MoE(nn.Module, Shown):
                 parameter.uniform_(-(fan_in**-0.5), fan_in**-0.5)
 
     def forward(
-        self, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        token_ids: Tensor | None = None,
+        mask: Tensor | None = None,
+        experts: Tensor | None = None,
+        scores: Tensor | None = None,
     ) -> tuple[Tensor, MoEStats]:
         """x (..., d) floating point → out (..., d) of x's dtype, and what the router did.
 
         token_ids: (...) integers, for hash routing alone.
         mask: (...) bool; default: all True. A token where it is False is padding: its output is 0, from the shared expert too;
         it takes no row, has no part in loads and losses, and gets no gradient; what x holds there, NaN too, changes nothing.
+        experts, scores: (..., K) integers and floating point, of an inference engine, say. The router does not run and gets no
+        gradient; scores get theirs if they need one; stats have no losses. An id outside [0, E) is of no expert.
         TypeError or ValueError names what does not fit.
         """
         check_dense("x", x)
@@ -200,13 +205,8 @@ class MoE(nn.Module, Shown):
             got = tuple(down_proj.shape)
             raise ValueError(f"down_proj: expected shape {self._down_shape()}, which the layer was made for, got {got}")
         tokens = x.reshape(-1, self.d_model)
-        given = {name: value for name, value in {"token_ids": token_ids, "mask": mask}.items() if value is not None}
-        if mask is not None:
-            check_by_token("mask", mask, tokens.shape[0], x.device)
-            if mask.shape not in (x.shape[:-1], tokens.shape[:1]):  # (T, B) for (B, T) would mask other tokens
-                raise ValueError(f"mask: expected shape {tuple(x.shape[:-1])}, x's, got {tuple(mask.shape)}")
-            check_takes_mask(self.router)
-        routing = self.router(tokens, **given)
+        given, sizes = checked(self.router, x, token_ids, mask, experts, scores), (self.num_experts, self.top_k)
+        routing = self.router(tokens, **given) if experts is None else routing_of(experts, scores, x, *sizes, mask)
         if mask is not None and routing.mask is None:
             raise TypeError(f"mask: expected a router whose Routing has it, got None from {type(self.router).__name__}")
         if self.shared_expert is not None and torch.compiler.is_compiling():
@@ -249,17 +249,17 @@ class MoE(nn.Module, Shown):
         store(self, (self.up_name, "down_proj"), storage)
 
     def quantize_weights(self, dtype: torch.dtype | None = None) -> None:
-        """With precision="fp8": quantize the experts' weights now, and keep that in ``quantized`` for all forwards to come.
+        """With quantized operands: quantize the experts' weights now, and keep that in ``quantized`` for all forwards to come.
 
         To be called again after each step of the optimizer; ``layer.quantized = None`` ends it. A forward with weights that have
         changed since raises ValueError. dtype: of x; see `blazeproto.autograd.quantize_weights`, which says what it refuses;
         ValueError for a layer of another precision, RuntimeError for one with a dispatcher.
         """
         refuse_ranks(self.dispatcher, "quantize_weights")
-        if self.precision != "fp8":
-            raise ValueError(f"precision: expected 'fp8' for quantize_weights, got {self.precision!r}")
-        check_weights(self.up_proj_weight, self.down_proj, self.up_bias, self.down_proj_bias, self.options)
-        self.quantized = quantize_weights(self.up_proj_weight, self.down_proj, dtype=dtype, backend=self.backend)
+        require(self.precision != "bf16", "precision", "'fp8' for quantize_weights", repr(self.precision))
+        weights, how = (self.up_proj_weight, self.down_proj), {"dtype": dtype, "backend": self.backend}
+        check_weights(*weights, self.up_bias, self.down_proj_bias, self.options)
+        self.quantized = quantize_weights(*weights, **how, precision=self.precision)
 
     def prepare(self, num_tokens: int) -> None:
         """Compile, in parallel, and load what the experts launch for ``num_tokens`` tokens: a CUDA-graph capture can do neither.
@@ -351,7 +351,9 @@ class MoE(nn.Module, Shown):
             row_capacity=self.row_capacity,
             varying_pairs=None if choice is None else self.max_pairs(num_tokens),
             precision=self.options.precision,
-            keep_transposed=self.keep_transposed and self.quantized is None and not self.kept.nbytes and input_grad,
+            keep_transposed=input_grad
+            and self.keep_transposed
+            and not (self.quantized or self.kept.nbytes or self.stored),
         )
 
     def runs_on(self, dtype: torch.dtype | None = None) -> str:

@@ -19,6 +19,7 @@ from blazeproto.autograd.options import Options
 from blazeproto.autograd.policy import Saved
 from blazeproto.autograd.ranks import EXCHANGES, AddUp
 from blazeproto.dispatch.structures import Dispatch
+from blazeproto.gemm.recipe import FP8, RECIPES, Operand, Recipe
 from blazeproto.gemm.stored import RUN
 from blazeproto.stored.weight import StoredWeight
 
@@ -93,6 +94,11 @@ class ExpertsCall(NamedTuple):
         return width
 
     @property
+    def recipe(self) -> Recipe:
+        """The products' operands."""
+        return RECIPES[str(self.how.options.precision)]
+
+    @property
     def quantized(self) -> bool:
         """Whether the products' operands are."""
         return self.how.options.precision != "bf16"
@@ -127,6 +133,8 @@ class BackendStep(NamedTuple):
     combine: str = "gather"
     add_up: AddUp | None = None
     """The sum of a token's rows, where its experts are on several ranks."""
+
+    recipe: Recipe = FP8
 
 
 class OuterSum(NamedTuple):
@@ -166,17 +174,28 @@ class Backend(Protocol):
     def rows_of(self, dispatch: Dispatch) -> Any:
         """The dispatch as the other functions take it; made once for all steps of an operator."""
 
-    def quantized_tokens(self, t: Tensor, rows: Any) -> Any:
+    def quantized_tokens(self, t: Tensor, rows: Any, operand: Operand) -> Any:
         """With ``precision="fp8"``: x or dO (T, d) as the products take it. H, act, dH and A' are records then (`records`)."""
 
-    def quantize_weights(self, weights: Tensor, at: Any, out: Any, transposed: Any) -> None:
-        """weights (E, m, k) -> `Quantized` ones and their transpose, those that are not None.  at: of `rows_of` or `place_of`."""
+    def quantize_weights(
+        self, weights: Tensor, at: Any, out: Any, transposed: Any, *, scale_values: str = "power_of_two"
+    ) -> None:
+        """weights (E, m, k) -> `Quantized` ones and their transpose, those that are not None.  at: of `rows_of` or `place_of`.
+        scale_values: of an `Operand`."""
 
     def refresh_weights(
-        self, weight: Tensor, dtype: torch.dtype, out: Any, transposed: Any, hashes: Tensor, call: int
+        self,
+        weight: Tensor,
+        dtype: torch.dtype,
+        out: Any,
+        transposed: Any,
+        hashes: Tensor,
+        call: int,
+        *,
+        scale_values: str,
     ) -> None:
-        """Both orders of a weight (E, m, k), which is rounded to ``dtype`` first, made anew if it has changed.  hashes, call:
-        of `quantize.launch_refresh`, by which that is noticed."""
+        """Both orders of a weight (E, m, k), which is rounded to ``dtype`` first, made anew if it has changed.  hashes, call,
+        scale_values: of `quantize.launch_refresh`, by which that is noticed."""
 
     def place_of(self, t: Tensor) -> Any:
         """The device and stream on which `quantize_weights` runs without a dispatch: t's."""

@@ -13,6 +13,7 @@ from blazeproto.autograd.operators import autocast_dtype
 from blazeproto.autograd.options import Options
 from blazeproto.dispatch.structures import Dispatch
 from blazeproto.gemm.quantize import BLOCK
+from blazeproto.gemm.recipe import RECIPES
 from blazeproto.gemm.tiles import GATHERED_ELEMENTS
 from blazeproto.runtime.arch import ARCHES
 from blazeproto.runtime.checks import instance
@@ -115,12 +116,14 @@ def why_refused(*weights_and_options: Any) -> str:
 
 
 def _check_fp8(weights: tuple[Any, ...], absent: list[str], options: Options) -> None:
-    """The check of precision="fp8". weights: down_proj last.  absent: what came of the arguments that it does not take."""
+    """The check of quantized operands. weights: down_proj last.  absent: what came of the arguments that they do not take."""
     (_, d_model, d_expert), activation = weights[-1].shape, activation_named(options.activation)
+    whole = BLOCK if (floats := RECIPES[str(options.precision)].floats) else 16
+    stored = [t.how for t in weights if isinstance(t, StoredWeight)]
     for wrong, expected, got in (
         (
-            d_model % 16 or d_expert % BLOCK,
-            f"multiples of 16 and {BLOCK} as d and n",
+            d_model % whole or d_expert % BLOCK,
+            f"multiples of {whole} and {BLOCK} as d and n",
             (d_model, d_expert),
         ),
         (
@@ -129,7 +132,11 @@ def _check_fp8(weights: tuple[Any, ...], absent: list[str], options: Options) ->
             repr(options.activation),
         ),
         (absent, "neither biases nor low-rank factors", ", ".join(absent)),
-        (any(isinstance(t, StoredWeight) for t in weights), "weights in x's dtype", "a StoredWeight"),
+        (
+            not {*stored} <= ({"fp8 128 128"} if floats else {*()}) or 0 < len(stored) < len(weights),
+            f"weights in x's dtype{', or all of them stored as fp8 in blocks of 128 x 128' * floats}",
+            f"a StoredWeight, {', '.join(stored)}",
+        ),
         (
             not all(isinstance(t, StoredWeight) or t.is_contiguous() for t in weights),
             "contiguous weights",

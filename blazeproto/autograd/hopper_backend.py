@@ -11,7 +11,7 @@ place (`column_slices`); or they are not made, and the products add to the token
     act ──> Y[:, 0:1024] ──combine──> out[:, 0:1024]
         ──> Y[:, 1024:2048] ────────> out[:, 1024:2048]     …  where d is 4096
 
-The operands are bf16, or e4m3 with ``precision="fp8"`` (`blazeproto.gemm.recipe`). Then tokens and weights are `Quantized`, and
+The operands are bf16, or e4m3 by another ``precision`` (`blazeproto.gemm.recipe`). Then tokens and weights are `Quantized`, and
 H, act, dH and A' are records (`records`) of rows that are quantized in blocks of 128. Tokens are quantized, each by itself, where
 they are used, or before an exchange sends them; a weight, 128 x 128 together, in forward in both orders, or each order before
 its product (`Options.keep_transposed`), unless the caller has kept it (`QuantizedWeights`). The checks refuse biases, low-rank
@@ -43,7 +43,7 @@ from blazeproto.gemm.combine import column_slices, in_slices
 from blazeproto.gemm.combine import launch as launch_combine
 from blazeproto.gemm.e4m3 import Quantized
 from blazeproto.gemm.quantize import OnStream
-from blazeproto.gemm.recipe import FP8
+from blazeproto.gemm.recipe import FP8, Operand
 from blazeproto.gemm.rows import LowRankTerm, shape_of, storage_of
 from blazeproto.gemm.stored import MOST_PARTS, Packed, few_rows, packed, ring_for
 from blazeproto.gemm.tiles import ALIGNMENT, FACTORS
@@ -243,8 +243,8 @@ def expert_row_sum(
 # ---- operands ----------------------------------------------------------------------------------------------------
 
 
-def quantized_tokens(t: Tensor, rows: Addresses) -> Quantized:
-    tokens = new_quantized(t, FP8.x.scale, *t.shape)
+def quantized_tokens(t: Tensor, rows: Addresses, operand: Operand) -> Quantized:
+    tokens = new_quantized(t, operand.scale, *t.shape)
     quantize.launch_rows(ready(t), rows, tokens)
     return tokens
 
@@ -253,10 +253,19 @@ quantize_weights = quantize.launch_weights
 
 
 def refresh_weights(
-    weight: Tensor, dtype: torch.dtype, out: Quantized, transposed: Quantized, hashes: Tensor, call: int
+    weight: Tensor,
+    dtype: torch.dtype,
+    out: Quantized,
+    transposed: Quantized,
+    hashes: Tensor,
+    call: int,
+    *,
+    scale_values: str,
 ) -> None:
     f32 = weight.dtype == torch.float32  # which the kernel rounds to bf16
-    quantize.launch_refresh(ready(weight), place_of(weight), out, transposed, hashes, call, f32=f32)
+    quantize.launch_refresh(
+        ready(weight), place_of(weight), out, transposed, hashes, call, f32=f32, scale_values=scale_values
+    )
 
 
 def place_of(t: Tensor) -> OnStream:

@@ -27,6 +27,7 @@ from torch.optim.optimizer import (
 from blazeproto.autograd.operators import cast, ready
 from blazeproto.autograd.records import new_orders, weight_in
 from blazeproto.gemm.e4m3 import scales_shape
+from blazeproto.gemm.recipe import RECIPES
 from blazeproto.runtime.checks import instance, one_of
 
 _State = tuple[ref[torch.UntypedStorage], int, torch.Size, int | None]
@@ -98,13 +99,14 @@ def check_unchanged(record: Tensor, weight: Tensor, *, copies: bool) -> None:
 class QuantizedWeights:
     """Both weights of an expert MLP in fp8, each in forward's order and transposed: what `quantize_weights` made.
 
-    up, down: records (2, E, bytes), uint8, see above.  dtype: of x, to which weights were rounded first.
+    up, down: records (2, E, bytes), uint8 (`records`).  dtype: of x, to which weights were rounded first.  precision: the recipe.
     One that was made by hand, copied deeply, or saved and loaded, is of no weights: a forward with it raises ValueError.
     """
 
     up: Tensor
     down: Tensor
     dtype: torch.dtype
+    precision: str = "fp8"
 
     def __post_init__(self) -> None:
         """What is not noted yet is of no weights: a compiled call would else take it for a record in an exported program."""
@@ -131,7 +133,7 @@ def records_of(
     """up and down. TypeError for what is not `QuantizedWeights`; ValueError: they are not for x of this dtype or for this
     precision, or not of these weights as they are, which a compiled call finds in its operators (`node.experts`)."""
     instance("quantized", quantized, QuantizedWeights, optional=True)
-    for name, expected, got in (("precision", "fp8", precision), ("x", quantized.dtype, dtype)):
+    for name, expected, got in (("precision", quantized.precision, precision), ("x", quantized.dtype, dtype)):
         if expected != got:
             raise ValueError(f"quantized: expected {name} in {expected}, got {got}")
     records = quantized.up, quantized.down
@@ -141,17 +143,20 @@ def records_of(
     return records
 
 
-def made_of(gate_up_proj: Tensor, down_proj: Tensor, dtype: torch.dtype, backend: Any) -> QuantizedWeights:
+def made_of(
+    gate_up_proj: Tensor, down_proj: Tensor, dtype: torch.dtype, backend: Any, precision: str
+) -> QuantizedWeights:
     """Both weights' records, for as long as the weights stay as they are."""
     _watch_optimizers()
     records = []
     for weight in (gate_up_proj, down_proj):
         record, *orders = new_orders(weight, (True, True))
-        backend.quantize_weights(ready(cast(weight, dtype)), backend.place_of(weight), *orders)
+        how = {"scale_values": RECIPES[precision].weights.scale_values}
+        backend.quantize_weights(ready(cast(weight, dtype)), backend.place_of(weight), *orders, **how)
         _MADE_OF[record.untyped_storage()] = _state(weight)
         records.append(record)
     up, down = records
-    return QuantizedWeights(up, down, dtype)
+    return QuantizedWeights(up, down, dtype, precision)
 
 
 # ---- kept by a layer ---------------------------------------------------------------------------------------------
@@ -160,8 +165,8 @@ _KEPT: "WeakSet[KeptWeights]" = WeakSet()
 
 
 class _Kept(NamedTuple):
-    """Copies.  hashes: of both weights' blocks (`quantize.launch_refresh`).  fits: dtype of x, shapes and devices of weights that
-    the memory is for.  of: the states of the weights, none once an optimizer has stepped."""
+    """Copies.  hashes: of both weights' blocks (`quantize.launch_refresh`).  fits: dtype of x, recipe, shapes and devices of
+    weights that the memory is for.  of: the states of the weights, none once an optimizer has stepped."""
 
     weights: QuantizedWeights
     hashes: tuple[Tensor, ...]
@@ -198,7 +203,9 @@ class KeptWeights:
         """Bytes of memory: about twice the number of the weights' elements, or 0."""
         return 0 if self._made is None else self._made.weights.nbytes + sum(each.nbytes for each in self._made.hashes)
 
-    def of_weights(self, weights: tuple[Any, Any], dtype: torch.dtype, backend: Any) -> QuantizedWeights | None:
+    def of_weights(
+        self, weights: tuple[Any, Any], dtype: torch.dtype, backend: Any, precision: str
+    ) -> QuantizedWeights | None:
         """The weights (E, 2n, d) and (E, d, n), quantized as they are now; None where nothing is kept of them."""
         _watch_optimizers()
         may = [_may_keep(weight) for weight in weights]
@@ -207,27 +214,28 @@ class KeptWeights:
             return None
         made, of = self._made, tuple(map(_state, weights))
         with torch.no_grad(), torch.inference_mode(False):  # or no backward could save what is made
-            if made is None or made.of != of or made.weights.dtype != dtype:
-                made = self._made = self._anew(weights, dtype)._replace(of=of)
+            if made is None or made.of != of or made.fits[:2] != (dtype, precision):
+                made = self._made = self._anew(weights, dtype, precision)._replace(of=of)
                 for known, record, state in zip(made.hashes, (made.weights.up, made.weights.down), of, strict=True):
                     known.zero_()
                     _MADE_OF[record.untyped_storage()] = state
             self._calls += 1
+            values = RECIPES[precision].weights.scale_values
             for weight, record, hashes in zip(weights, (made.weights.up, made.weights.down), made.hashes, strict=True):
                 orders = weight_in(record, weight), weight_in(record, weight, transposed=True)
-                backend.refresh_weights(weight, dtype, *orders, hashes, self._calls)
+                backend.refresh_weights(weight, dtype, *orders, hashes, self._calls, scale_values=values)
         return made.weights
 
-    def _anew(self, weights: tuple[Tensor, ...], dtype: torch.dtype) -> _Kept:
+    def _anew(self, weights: tuple[Tensor, ...], dtype: torch.dtype, precision: str) -> _Kept:
         """The memory from before if it fits, else new memory."""
         made, self._made = self._made, None
-        fits = (dtype, *((weight.shape, weight.device) for weight in weights))
+        fits = (dtype, precision, *((weight.shape, weight.device) for weight in weights))
         if made is None or made.fits != fits:
             made = None  # its memory goes first
             up, down = (new_orders(weight, (True, True))[0] for weight in weights)
             sizes = (prod(scales_shape("128x128", weight.shape)) + 1 for weight in weights)
             hashes = tuple(t.new_empty(size, dtype=torch.int32) for t, size in zip(weights, sizes, strict=True))
-            made = _Kept(QuantizedWeights(up, down, dtype), hashes, fits, ())
+            made = _Kept(QuantizedWeights(up, down, dtype, precision), hashes, fits, ())
         return made
 
     def end(self, stepped: set[torch.UntypedStorage]) -> None:

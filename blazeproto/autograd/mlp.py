@@ -59,7 +59,8 @@ from blazeproto.autograd.options import DEFAULTS, Options, merged, takes_options
 from blazeproto.autograd.private import refuse_transforms, unobserved
 from blazeproto.autograd.ranks import ALONE, Dispatcher, PeersNamed, check_dispatcher, local
 from blazeproto.dispatch.structures import Dispatch
-from blazeproto.runtime.checks import instance, integer
+from blazeproto.gemm.recipe import Recipe
+from blazeproto.runtime.checks import instance, integer, require
 from blazeproto.stored.weight import StoredWeight
 
 
@@ -149,7 +150,7 @@ def moe_mlp(
         keeper, quantized = quantized, None
         if options.precision != "bf16" and not torch.compiler.is_compiling():
             on = backend_on(options.backend, x.device, x.dtype, *down_proj.shape, needs=options.needs)
-            quantized = keeper.of_weights((gate_up_proj, down_proj), x.dtype, on)
+            quantized = keeper.of_weights((gate_up_proj, down_proj), x.dtype, on, str(options.precision))
     if quantized is not None:
         kept = records_of(quantized, x.dtype, (gate_up_proj, down_proj), options.precision)
         options = replace(options, keep_transposed=False)  # there they are
@@ -279,7 +280,7 @@ def how_of(options: Options, p: Parameters, top_k: int, chunk_tokens: int, excha
         return How(options, "recompute", False, *rest)  # nothing will ask for H
     trains_down = p.down_proj.requires_grad or (p.down_a is not None and p.down_a.requires_grad)
     # Without dX nothing reads W_up's transpose.
-    keep_transposed = options.keep_transposed and p.x.requires_grad
+    keep_transposed = options.keep_transposed and p.x.requires_grad and not any(stored)
     return How(options, options.policy(trains_down=trains_down), keep_transposed, *rest)
 
 
@@ -348,14 +349,20 @@ def dispatched_mlp(
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.no_grad()
 def quantize_weights(
-    gate_up_proj: Tensor, down_proj: Tensor, *, dtype: torch.dtype | None = None, backend: str = "auto"
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    precision: str | Recipe = "fp8",
 ) -> QuantizedWeights:
     """Both weights in fp8, in both orders, in one pass: the bits that every forward and backward makes without.
 
     gate_up_proj: (E, 2n, d), of any dtype that `moe_mlp` takes, contiguous.  down_proj: (E, d, n), of the same dtype.
     dtype: of x as the experts see it; default: autocast's where it is enabled, else the weights'.  backend: as in `moe_mlp`.
+    precision: "fp8" or "fp8_rollout".
 
-    To be called again when a weight has changed. TypeError or ValueError for weights that precision="fp8" does not take; for a
+    To be called again when a weight has changed. TypeError or ValueError for weights that the precision does not take; for a
     DTensor too: what FSDP gathers for one forward is gone after it, so that there each forward quantizes weights.
     """
     for name, weight in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
@@ -369,7 +376,8 @@ def quantize_weights(
     with torch.inference_mode(False):  # or no backward could save what is made
         dtype = dtype or autocast_dtype(down_proj.device.type) or down_proj.dtype
         x = torch.empty(0, down_proj.shape[1], dtype=dtype, device=down_proj.device)
-        options = Options(backend=backend, precision="fp8")
+        options = Options(backend=backend, precision=precision)
+        require(options.precision != "bf16", "precision", "'fp8' or 'fp8_rollout'", repr(precision))
         check_experts(x, (gate_up_proj,), down_proj, *[None] * 4, num_experts=len(down_proj), options=options)
         made = backend_on(backend, x.device, dtype, *down_proj.shape, needs=options.needs)
-        return made_of(gate_up_proj, down_proj, dtype, made)
+        return made_of(gate_up_proj, down_proj, dtype, made, str(options.precision))

@@ -113,18 +113,19 @@ class Options:
         default="bf16",
         metadata=_about(
             lambda _, value: name_of(value),
-            """what the products' operands are: "bf16", by which x's own dtype is meant, or "fp8" (e4m3 with scales), or a
-        `Recipe`, whose name it becomes. fp8 takes a gated activation whose halves lie apart, d_model a multiple of 16 and
-        d_expert one of 128, contiguous weights, combine="gather", and neither biases nor factors nor save="paper" nor
-        workspace_bytes.
-        docs/fp8.md has what is quantized how.""",
+            """what the products' operands are: "bf16", by which x's own dtype is meant, or "fp8" (e4m3 with scales), or
+        "fp8_rollout" (a forward with vLLM's bits), or a `Recipe`, whose name it becomes. fp8 takes a gated activation whose
+        halves lie apart, d_model a multiple of 16 and d_expert one of 128, contiguous weights, combine="gather", and neither
+        biases nor factors nor save="paper" nor workspace_bytes. fp8_rollout takes multiples of 128, and weights stored as fp8 in
+        blocks of 128 x 128 too, which it multiplies as they are.
+        docs/fp8.md has what is quantized how, docs/rollout.md what fp8_rollout is.""",
         ),
     )
     keep_transposed: bool = field(
         default=True,
         metadata=_about(
             boolean,
-            """with precision="fp8", whether forward quantizes a weight as it lies and its transpose in one pass, and leaves
+            """of quantized operands, whether forward quantizes a weight as it lies and its transpose in one pass, and leaves
         the transpose for backward, which takes a byte for each of a weight's elements, of all layers at once. False makes each
         just before its product: weights are read once more, and no copy outlives its product. So it is, too, where x needs no
         gradient. With save="recompute" none is left for backward.""",

@@ -18,6 +18,7 @@ from torch import Tensor
 from blazeproto.autograd.operators import cast, ready
 from blazeproto.gemm.e4m3 import BLOCK, Quantized, blocks, scales_shape
 from blazeproto.gemm.tiles import ALIGNMENT
+from blazeproto.stored.weight import StoredWeight
 
 
 def row_bytes(width: int) -> int:
@@ -86,7 +87,7 @@ def quantized_in(record: Tensor, scale: str, *shape: int) -> Quantized:
 
 def quantized_weight(
     quantize: Any,
-    weight: Tensor,
+    weight: Tensor | StoredWeight,
     dtype: torch.dtype,
     at: Any,
     kept: Tensor | None,
@@ -95,7 +96,12 @@ def quantized_weight(
     transposed: bool = False,
 ) -> Quantized:
     """A weight, or its transpose, in e4m3.  quantize: a backend's ``quantize_weights``.  dtype: x's, to which it is rounded
-    first.  kept: a record that has it already.  place: a record that gets the transpose, too."""
+    first.  kept: a record that has it already.  place: a record that gets the transpose, too. A `StoredWeight`'s numbers and
+    scales stay as they are."""
+    if isinstance(weight, StoredWeight):
+        lying = weight.values.view(torch.uint8), weight.scales.float()
+        codes, scales = (t.mT.contiguous() for t in lying) if transposed else lying
+        return Quantized(codes.view(weight.values.dtype), scales)
     if kept is None:
         kept, *orders = new_orders(weight, (not transposed, transposed), place)
         quantize(ready(cast(weight, dtype)), at, *orders)

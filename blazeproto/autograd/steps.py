@@ -20,6 +20,7 @@ from blazeproto.autograd.operators import cast
 from blazeproto.autograd.policy import Saved, SavePolicy
 from blazeproto.autograd.ranks import EXCHANGES
 from blazeproto.autograd.records import quantized_weight
+from blazeproto.gemm.recipe import Operand
 from blazeproto.stored.weight import StoredWeight, logical_shape
 
 MAKES = {
@@ -58,7 +59,8 @@ def steps_of(call: ExpertsCall, needs: Any = None, sums: Any = None, *, overwrit
     for kept, weight in ((beside.up_kept, p.up_proj), (beside.down_kept, p.down_proj)):
         if kept is not None and needs is None:
             check_unchanged(kept, weight, copies=True)
-    prepare: Any = partial(quantized_weight, backend.quantize_weights) if call.quantized else _in_dtype
+    quantize = partial(backend.quantize_weights, scale_values=call.recipe.weights.scale_values)
+    prepare: Any = partial(quantized_weight, quantize) if call.quantized else _in_dtype
     if how.chunk_tokens != WHOLE:  # each product of each chunk takes the same weights, so the cast ones are kept
         prepare = partial(_once, {}, prepare)
     for chunk in chunks_of(dispatch, how.chunk_tokens):
@@ -107,17 +109,17 @@ class Steps:
         add_up = self.exchange and partial(self.exchange.add_up, call.beside.token_ranks)
         self.combined: Any = {"combine": call.how.options.combine, "add_up": add_up}
 
-    def load(self, t: Any) -> Any:
+    def load(self, t: Any, operand: Operand) -> Any:
         """The tokens (T, d) whose rows are here, as products take them: a chunk's, or what an exchange brings, until it brings
-        another. In fp8 they are quantized before an exchange sends them, else again in each call."""
+        another. In fp8 they are quantized before an exchange sends them, else in each call.  operand: what they are then."""
         if self.loaded[0] is not t:
             here = take(t, self.chunk.tokens).contiguous()  # out.sum() delivers a gradient of stride 0
             if self.exchange:
-                sent = self.backend.quantized_tokens(here, self.rows) if self.quantized else here
+                sent = self.backend.quantized_tokens(here, self.rows, operand) if self.quantized else here
                 here = self.exchange.send(sent, self.call.beside.token_ranks)
             self.loaded = t, here
         if self.quantized and not self.exchange:
-            return self.backend.quantized_tokens(self.loaded[1], self.rows)
+            return self.backend.quantized_tokens(self.loaded[1], self.rows, operand)
         return self.loaded[1]
 
     # ---- forward -------------------------------------------------------------------------------------------------
@@ -127,7 +129,9 @@ class Steps:
         p, rows = self._joined() if self.needs else self.call.joined().p, self.chunk.rows
         weight = self.prepare(p.up_proj, self.dtype, self.rows, self.call.beside.up_kept, saved.up_t)
         low = self._low(x, p.up_a, p.up_b, gather=True, out=take(saved.xa, rows))
-        step = BackendStep(self.rows, weight, p.up_bias, low, activation=self.call.how.options.activation)
+        step = BackendStep(
+            self.rows, weight, p.up_bias, low, activation=self.call.how.options.activation, recipe=self.call.recipe
+        )
         return *self.backend.up_forward(step, x, take(saved.h, rows), take(saved.act, rows)), low and low[0]
 
     def down(self, act: Tensor, out: Tensor | None, saved: Saved) -> Tensor:
@@ -151,11 +155,11 @@ class Steps:
         if not any((*wants, needs.down_b)):
             return (None,) * len(MAKES["down_backward"])
         if again := h is None:
-            h, act, xa = self.up(self.load(p.x), Saved())
+            h, act, xa = self.up(self.load(p.x, self.call.recipe.x), Saved())
             act_a = self._low(act, p.down_a, p.down_b, gather=False)[0] if needs.down_b else None
             act = act if self.backend.READS_ACT and not self.quantized else None
         if any(wants):
-            d_out = self.load(d_out)
+            d_out = self.load(d_out, self.call.recipe.d_out)
             low = self._low(d_out, p.down_b, p.down_a, gather=True, transposed=True)
             kept = self.call.beside.down_kept if saved.down_t is None else saved.down_t
             weight = self.prepare(p.down_proj, self.dtype, self.rows, kept, transposed=True)
@@ -174,7 +178,8 @@ class Steps:
     def down_gradients(self, d_out: Tensor, a_scaled: Any, d_out_b: Any, act_a: Any) -> tuple[Any, ...]:
         """-> dW_down, and of its bias and factors."""
         needs = self.needs
-        tokens = self.load(d_out) if needs.down_proj or needs.down_bias or needs.down_b else None
+        wants = needs.down_proj or needs.down_bias or needs.down_b
+        tokens = self.load(d_out, self.call.recipe.d_out) if wants else None
         self.loaded = None, None
         return (
             self._outer("down_proj", tokens, a_scaled, gather=True, transposed=False),
@@ -198,7 +203,7 @@ class Steps:
 
     def up_gradients(self, dh: Any, dh_b: Any, xa: Any) -> tuple[Any, ...]:
         """-> dW_up, and of its bias and factors."""
-        x = self.load(self.call.p.x) if self.needs.up_proj or self.needs.up_a else None
+        x = self.load(self.call.p.x, self.call.recipe.x_of_dw) if self.needs.up_proj or self.needs.up_a else None
         return (
             self._outer("up_proj", x, dh, gather=True, transposed=True),
             self._bias("up_bias", dh, None),

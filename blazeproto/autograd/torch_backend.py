@@ -4,7 +4,8 @@ This is the ``backend="torch"``, a `blazeproto.autograd.call.Backend`, whose doc
 formula (`blazeproto.gemm.product.Product.spec`), computed by `torch_formulas`, whose docstring says what is rounded.
 
 With ``precision="fp8"`` it computes what the kernels do, of numbers in x's dtype that are e4m3 times their scales: weights are
-`Quantized`, and H, act, dH and A' are records, as `hopper_backend` has them.
+`Quantized`, and H, act, dH and A' are records, as `hopper_backend` has them. With "fp8_rollout" too, but x's dtype rounds numbers
+whose scales are float32, and products are not summed 128 at a time: its bits are not the kernels'.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from blazeproto.dispatch.structures import Dispatch
 from blazeproto.gemm import down_backward, linear, reduce, up, weight
 from blazeproto.gemm.combine import SPEC as COMBINE
 from blazeproto.gemm.e4m3 import Quantized, from_e4m3, in_e4m3, to_e4m3
-from blazeproto.gemm.recipe import FP8
+from blazeproto.gemm.recipe import FP8, Operand
 
 READS_ACT = True
 
@@ -59,7 +60,7 @@ def up_forward(step: BackendStep, x: Tensor, h: Tensor | None, act: Tensor | Non
     call: dict[str, Any] = {"up_proj": weight, "bias": step.bias, "low": step.low, "activation": step.activation}
     made_h, made_act = outputs(up.SPEC, step.rows, x.dtype, x=x, **call)
     if isinstance(step.weight, Quantized):
-        return _record_of(made_h, h), _record_of(made_act)
+        return _record_of(made_h, h), _record_of(made_act, operand=step.recipe.act)
     return _place(made_h, h), _place(made_act, act)
 
 
@@ -114,24 +115,38 @@ def expert_row_sum(
 # ---- operands ----------------------------------------------------------------------------------------------------
 
 
-def quantized_tokens(t: Tensor, rows: Dispatch) -> Tensor:
+def quantized_tokens(t: Tensor, rows: Dispatch, operand: Operand) -> Tensor:
     """In t's dtype."""
-    return in_e4m3(torch, t, FP8.x.scale).to(t.dtype)  # type: ignore[no-any-return]
+    return in_e4m3(torch, t, *operand[1:]).to(t.dtype)  # type: ignore[no-any-return]
 
 
-def quantize_weights(weights: Tensor, at: Any, out: Quantized | None, transposed: Quantized | None) -> None:
-    made = to_e4m3(torch, weights, FP8.weights.scale)
+def quantize_weights(
+    weights: Tensor,
+    at: Any,
+    out: Quantized | None,
+    transposed: Quantized | None,
+    *,
+    scale_values: str = "power_of_two",
+) -> None:
+    made = to_e4m3(torch, weights, FP8.weights.scale, scale_values)
     for to, values, scales in ((out, *made), (transposed, made.values.mT, made.scales.mT)):
         if to is not None:
             to.values.copy_(values), to.scales.copy_(scales)
 
 
 def refresh_weights(
-    weight: Tensor, dtype: torch.dtype, out: Quantized, transposed: Quantized, hashes: Tensor, call: int
+    weight: Tensor,
+    dtype: torch.dtype,
+    out: Quantized,
+    transposed: Quantized,
+    hashes: Tensor,
+    call: int,
+    *,
+    scale_values: str,
 ) -> None:
     """Always; what has saved them for backward is not told."""
     places = (Quantized(each.values.data, each.scales.data) for each in (out, transposed))
-    quantize_weights(weight.to(dtype), None, *places)
+    quantize_weights(weight.to(dtype), None, *places, scale_values=scale_values)
 
 
 place_of = rows_of
@@ -152,9 +167,9 @@ def _plain(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return from_e4m3(torch, rows_in(rows, width_of(rows)), FP8.h.scale).to(dtype)  # type: ignore[no-any-return]
 
 
-def _record_of(rows: Tensor, place: Tensor | None = None) -> Tensor:
+def _record_of(rows: Tensor, place: Tensor | None = None, operand: Operand = FP8.h) -> Tensor:
     record = new_rows(rows, *rows.shape) if place is None else place
-    made, to = to_e4m3(torch, rows, FP8.h.scale), rows_in(record, rows.shape[1])
+    made, to = to_e4m3(torch, rows, *operand[1:]), rows_in(record, rows.shape[1])
     to.values.copy_(made.values), to.scales.copy_(made.scales)
     return record
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from blazeproto.dispatch.structures import Addresses, Dispatch, addresses
 from blazeproto.gemm.e4m3 import BLOCK, Quantized, scales_shape
-from blazeproto.gemm.recipe import FP8
+from blazeproto.gemm.recipe import FP8, Operand, Recipe
 from blazeproto.gemm.tiles import CHUNK, E4M3, GATHERED_ELEMENTS, MAX_EXPERTS, TileConfig
 from blazeproto.runtime import checks
 from blazeproto.runtime.arrays import (
@@ -43,6 +43,7 @@ class Array:
     f32: an output that may be fp32 if it is given, as it must be to ``accumulate``.
     counted: an optional input that is among the least bytes all the same.
     tile: the lines and columns of an output that one CTA stores at a time, by tiles and G; None where no tiles are.
+    operand: its name in a recipe, where that is another.
     """
 
     name: str
@@ -59,6 +60,11 @@ class Array:
     f32: bool = False
     counted: bool = False
     tile: Callable[[TileConfig, int], tuple[int, int]] | None = None
+    operand: str = ""
+
+    def operand_of(self, recipe: Recipe) -> Operand | None:
+        """Its operand in a recipe; None if it stays bf16."""
+        return recipe.operand(self.operand or self.name)
 
     @property
     def index(self) -> str:
@@ -67,8 +73,8 @@ class Array:
 
     @property
     def scale(self) -> str:
-        """The elements that share one of its scales in a call of quantized operands; "" if it stays bf16."""
-        operand = FP8.operand(self.name)
+        """The elements that share one of its scales with precision="fp8"; "" if it stays bf16."""
+        operand = self.operand_of(FP8)
         return operand.scale if operand else ""
 
     @property
@@ -125,6 +131,7 @@ class Arguments:
 
     multiple = CHUNK  # of which widths are one
     halves = 0  # G, where there is an activation
+    recipe = FP8  # of a call of quantized operands
 
     def __init__(self, call: Mapping[str, Any]) -> None:
         checks.instance("config", call.get("config"), TileConfig, optional=True)
@@ -161,11 +168,12 @@ class Arguments:
 
     def _read_quantized(self, array: Array, value: Quantized, shape: str, gathered: bool) -> None:
         """Rows are whole blocks, others whole chunks of 16 bytes."""
-        whole = BLOCK if array.scale == "1x128" else CHUNK * E4M3.packing
+        scale = operand.scale if (operand := array.operand_of(self.recipe)) else ""
+        whole = BLOCK if "1x128" in scale else CHUNK * E4M3.packing
         values = self._checked(array.name, value.values, shape, E4M3.dtypes, gathered)
         if values.shape[-1] % whole:
             raise ValueError(f"{array.name}: expected a width that is a multiple of {whole}, got shape {values.shape}")
-        made = self._expected(array.scales, value.scales, "float32", scales_shape(array.scale, values.shape))
+        made = self._expected(array.scales, value.scales, "float32", scales_shape(scale, values.shape))
         self.views |= {array.name: values, array.scales: made}
 
     def write(

@@ -1,10 +1,13 @@
-"""Numbers in e4m3: values that share a scale, a power of two, are divided by it and rounded. The functions compute the same as
+"""Numbers in e4m3: values that share a scale are divided by it and rounded. The functions compute the same as
 the kernels (cuda/quantized.cuh), on NumPy arrays or torch tensors (m: numpy or torch).
 
-A token shares a scale, or 128 columns of a row, or 128 x 128 elements of a weight. The scale is the least power of two, at least
-2^-126, that leaves no magnitude above 448, e4m3's largest. If one value is Inf or NaN, the scale is NaN, and so
-are all values that share it. Rounding is to nearest, ties to even; below 2^-6 of a scale e4m3 has steps of 2^-9. So a quantized
-weight's transpose is the transpose, quantized.
+A token shares a scale, or 128 columns of a row or of a token, or 128 x 128 elements of a weight. If one value is Inf or NaN, the
+scale is NaN, and so are all values that share it. Rounding is to nearest, ties to even; below 2^-6 of a scale e4m3 has steps of
+2^-9. So a quantized weight's transpose is the transpose, quantized.
+
+"power_of_two"  The scale is the least power of two, at least 2^-126, that leaves no magnitude above 448, e4m3's largest.
+"float32"       The scale is a 448th of the largest magnitude, at least of 1e-10, in float32, as in vLLM. A weight's is at
+                least a 448th of 1e-4, and its values are multiplied by the scale's reciprocal, as in DeepGEMM.
 """
 
 from typing import Any, NamedTuple
@@ -15,6 +18,7 @@ from blazeproto.runtime.rounding import E4M3, e4m3_bits
 
 BLOCK = 128
 LARGEST = 448.0
+LEAST, LEAST_OF_WEIGHTS = 1e-10, 1e-4  # magnitudes of "float32" scales
 
 
 class Quantized(NamedTuple):
@@ -38,27 +42,34 @@ def scale_of(m: Any, largest: Any) -> Any:
 
 def _sides(scale: str, width: int) -> tuple[int, int]:
     """How many rows and columns of a matrix share a scale."""
-    return {"token": (1, width), "1x128": (1, BLOCK), "128x128": (BLOCK, BLOCK)}[scale]
+    return {"token": (1, width), "128x128": (BLOCK, BLOCK)}.get(scale, (1, BLOCK))
 
 
 def scales_shape(scale: str, values: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the scales of values of this shape.  scale: what shares one (`blazeproto.gemm.recipe.Operand`).
 
-    "token": of (T, width) (T,).  "1x128": of (R, width) (width / 128, R).  "128x128": of (E, m, k), or of (m, k),
-    (E, m / 128, k / 128).
+    "token": of (T, width) (T,).  "1x128": of (R, width) (width / 128, R).  "token 1x128": of (T, width) (T, width / 128).
+    "128x128": of (E, m, k), or of (m, k), (E, m / 128, k / 128).
     """
     rows, columns = _sides(scale, values[-1])
     counts = (-(-values[-2] // rows), -(-values[-1] // columns))
-    return {"token": counts[:1], "1x128": counts[::-1], "128x128": (*values[:-2], *counts)}[scale]
+    return {"token": counts[:1], "1x128": counts[::-1], "128x128": (*values[:-2], *counts)}.get(scale, counts)
 
 
-def to_e4m3(m: Any, values: Any, scale: str) -> Quantized:
-    """Numbers of any dtype, quantized. Shapes: `scales_shape`. NumPy, which has no e4m3, gets bits, uint8."""
+def to_e4m3(m: Any, values: Any, scale: str, scale_values: str = "power_of_two") -> Quantized:
+    """Numbers of any dtype, quantized. scale, scale_values: of an `Operand`. Shapes: `scales_shape`. NumPy, which has no e4m3,
+    gets bits, uint8."""
     by_block = _by_block(m, values.astype(m.float32) if m is np else values.to(m.float32), scale)
-    scales = scale_of(m, m.amax(abs(by_block), (-3, -1)))
-    made = _from_blocks(by_block / scales[..., :, None, :, None], values.shape)
+    largest, of_weights = m.amax(abs(by_block), (-3, -1)), scale == "128x128"
+    if floats := scale_values == "float32":
+        scales = largest.clip(LEAST_OF_WEIGHTS if of_weights else LEAST) / LARGEST
+        scales = m.where(scales < float("inf"), scales, m.full_like(scales, float("nan")))
+    else:
+        scales = scale_of(m, largest)
+    by = scales[..., :, None, :, None]
+    made = _from_blocks(by_block * (1 / by) if floats and of_weights else by_block / by, values.shape)
     made = e4m3_bits(made) if m is np else made.to(m.float8_e4m3fn)
-    if scale != "128x128":
+    if scale in ("token", "1x128"):
         scales = scales.T.reshape(scales_shape(scale, values.shape))
     return Quantized(made, np.ascontiguousarray(scales) if m is np else scales.contiguous())
 
@@ -67,13 +78,13 @@ def from_e4m3(m: Any, of: Quantized, scale: str) -> Any:
     """The numbers, fp32."""
     by_block = _by_block(m, E4M3[of.values] if m is np else of.values.to(m.float32), scale)
     columns_of_rows = (by_block.shape[-2], by_block.shape[-4])
-    scales = of.scales if scale == "128x128" else of.scales.reshape(columns_of_rows).T
+    scales = of.scales.reshape(columns_of_rows).T if scale in ("token", "1x128") else of.scales
     return _from_blocks(by_block * scales[..., :, None, :, None], of.values.shape)
 
 
-def in_e4m3(m: Any, values: Any, scale: str) -> Any:
+def in_e4m3(m: Any, values: Any, scale: str, scale_values: str = "power_of_two") -> Any:
     """The numbers that quantizing makes of these, fp32."""
-    return from_e4m3(m, to_e4m3(m, values, scale), scale)
+    return from_e4m3(m, to_e4m3(m, values, scale, scale_values), scale)
 
 
 def _by_block(m: Any, values: Any, scale: str) -> Any:

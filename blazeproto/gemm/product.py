@@ -60,7 +60,8 @@ class Variant(NamedTuple):
     bias: added.  activation: a name of `blazeproto.activations`.  rank: of low-rank factors, a multiple of 8, or 0.
     fused: a token's experts are summed in the product.  f32: into fp32.  scores: rows are weighed.
     dense_transposed, out_transposed: how a block-sparse product's dense operand and its output lie.
-    element: the type of the operands that may be quantized.  arch: the architecture.  stored: of weights that the kernel decodes.
+    element: the type of the operands that may be quantized.  floats: forward's scales are float32.
+    arch: the architecture.  stored: of weights that the kernel decodes.
     """
 
     gather: bool = False
@@ -74,6 +75,7 @@ class Variant(NamedTuple):
     dense_transposed: bool = False
     out_transposed: bool = False
     element: Element = BF16
+    floats: bool = False
     arch: Arch = HOPPER
     stored: Storage | None = None
 
@@ -232,14 +234,15 @@ class Product:
         matrices = [shape[1:] for _, shape in self._counted() if len(shape) == 3]
         return sum(2.0 * sizes.rows * prod(sizes.letters[letter] for letter in matrix) for matrix in matrices)
 
-    def least_bytes(self, sizes: Sizes, element: Element = BF16) -> float:
+    def least_bytes(self, sizes: Sizes, precision: str | Recipe = "bf16") -> float:
         """With these ``sizes``: every input read once and every output written once, without those that are optional.
-        element: of the operands; quantized ones have scales."""
+        precision: of the operands; quantized ones have scales."""
+        recipe = RECIPES[name_of(precision)]
         total = PAIR_BYTES * sizes.rows * len(self.spec.by_pair)
         for array, letters in self._counted():
-            shape, quantized = tuple(sizes.letters[letter] for letter in letters), array.scale and element.scales
-            total += prod(shape) * (element.bits // 8 if quantized else ITEM_BYTES[array.dtype])
-            total += ITEM_BYTES["float32"] * prod(scales_shape(array.scale, shape)) if quantized else 0
+            shape, operand = tuple(sizes.letters[letter] for letter in letters), array.operand_of(recipe)
+            total += prod(shape) * (recipe.element.bits // 8 if operand else ITEM_BYTES[array.dtype])
+            total += ITEM_BYTES["float32"] * prod(scales_shape(operand.scale, shape)) if operand else 0
         return float(total)
 
     def tiles_of(self, sizes: Sizes, element: Element = BF16) -> TileConfig | None:
@@ -338,10 +341,11 @@ def quantized_kernel(
     macros: Mapping[str, int | str],
     *,
     gather: bool = True,
+    floats: bool = False,
     arch: Arch = HOPPER,
 ) -> Kernel:
     """`tiled_kernel` of quantized operands. gather: whether it takes tokens, and quantizes the rows that it makes; else it takes
-    operands in blocks."""
-    options = {"B_MN": 0, "HAS_BIAS": 0, "FP8": 1, "GATHER": gather, "BLOCK_SCALES": not gather, "PAIRED_ROWS": gather}
-    of, every_macro = config or QUANTIZED, {**options, **macros}
+    operands in blocks.  floats: whether tokens have float32 scales, in blocks too."""
+    options = {"B_MN": 0, "HAS_BIAS": 0, "FP8": 1, "GATHER": gather, "BLOCK_SCALES": floats or not gather}
+    of, every_macro = config or QUANTIZED, {**options, "PAIRED_ROWS": gather, **macros}
     return tiled_kernel(file, entry, of, build, tails=gather, widths=(256,), arch=arch, **every_macro)  # type: ignore[arg-type]

@@ -15,15 +15,19 @@ WARPS = 8  # of one that looks at weights
 
 
 @cache
-def kernel(entry: str, sources: Path | None = None) -> Kernel:
-    """entry: a function of quantize.cu."""
-    return Kernel("quantize.cu", entry, {"BLOCK": BLOCK}, sources=sources)
+def kernel(entry: str, sources: Path | None = None, *, floats: bool = False) -> Kernel:
+    """entry: a function of quantize.cu.  floats: whether scales are float32."""
+    return Kernel("quantize.cu", entry, {"BLOCK": BLOCK, **({"FLOAT_SCALES": 1} if floats else {})}, sources=sources)
 
 
-def kernels() -> list[Kernel]:
-    """All of them."""
-    kept = [f"{entry}{of}" for entry in ("note_changes", "refresh_weights") for of in ("", "_f32")]
-    return list(map(kernel, ("quantize_rows", "quantize_weights", *kept, "block_offsets", "transpose_rows")))
+def kernels(*, floats: bool = False) -> list[Kernel]:
+    """All that a layer launches.  floats: whether forward's scales are float32; backward has tokens' powers of two."""
+    of_weights = ("quantize_weights", "refresh_weights", "refresh_weights_f32")
+    return [
+        *(kernel(entry, floats=floats) for entry in ("quantize_rows", *of_weights)),
+        *map(kernel, ("note_changes", "note_changes_f32", *(("quantize_rows",) if floats else ()))),
+        *transposing(),
+    ]
 
 
 def transposing() -> list[Kernel]:
@@ -38,30 +42,47 @@ class OnStream(NamedTuple):
     stream: int
 
 
-def _launch(entry: str, at: Addresses | OnStream, grid: tuple[int, int], threads: int, *words: int) -> None:
-    made = kernel(entry, build_of("quantize").sources)
+def _launch(
+    entry: str, at: Addresses | OnStream, grid: tuple[int, int], threads: int, *words: int, floats: bool = False
+) -> None:
+    made = kernel(entry, build_of("quantize").sources, floats=floats)
     driver.launch(made.handle(at.device), grid, threads, 0, at.stream, words)
 
 
 def launch_rows(x: Any, at: Addresses, out: Quantized) -> None:
-    """x (T, width) bf16 -> values (T, width), scales (T,). Width: a multiple of 16."""
+    """x (T, width) bf16 -> values (T, width), scales (T,), or float32 ones (T, width / 128). Width: a multiple of 16; of 128."""
     count, width = x.shape
     if count:
-        _launch("quantize_rows", at, (count, 1), THREADS, x.data_ptr(), *_at(out), width)
+        floats = len(out.scales.shape) == 2
+        _launch("quantize_rows", at, (count, 1), THREADS, x.data_ptr(), *_at(out), width, floats=floats)
 
 
-def launch_weights(weights: Any, at: Addresses | OnStream, out: Quantized | None, transposed: Quantized | None) -> None:
+def launch_weights(
+    weights: Any,
+    at: Addresses | OnStream,
+    out: Quantized | None,
+    transposed: Quantized | None,
+    *,
+    scale_values: str = "power_of_two",
+) -> None:
     """weights (E, m, k) bf16 -> values (E, m, k), scales (E, m / 128, k / 128); of the transpose with m and k exchanged. None:
-    that order is not wanted. m, k: multiples of 16."""
+    that order is not wanted. m, k: multiples of 16.  scale_values: of an `Operand`."""
     experts, m, k = weights.shape
-    to = [(0, 0) if order is None else _at(order) for order in (out, transposed)]
-    _launch(
-        "quantize_weights", at, (experts * blocks(m), blocks(k)), 2 * THREADS, weights.data_ptr(), *to[0], *to[1], m, k
-    )
+    to = [part for order in (out, transposed) for part in ((0, 0) if order is None else _at(order))]
+    grid, floats = (experts * blocks(m), blocks(k)), scale_values == "float32"
+    _launch("quantize_weights", at, grid, 2 * THREADS, weights.data_ptr(), *to, m, k, floats=floats)
 
 
 def launch_refresh(
-    weights: Any, at: Addresses | OnStream, out: Quantized, transposed: Quantized, hashes: Any, call: int, *, f32: bool
+    weights: Any,
+    at: Addresses | OnStream,
+    out: Quantized,
+    transposed: Quantized,
+    hashes: Any,
+    call: int,
+    *,
+    f32: bool,
+    scale_values: str = "power_of_two",
 ) -> None:
     """weights (E, m, k) bf16 or fp32 -> both orders, as `launch_weights` makes them, unless all that is looked at is as it was.
     hashes: (E (m / 128) (k / 128) + 1,) 32 bits, zeros before the first call.  call: greater than before."""
@@ -69,7 +90,7 @@ def launch_refresh(
     rows, columns, of, known = experts * blocks(m), blocks(k), "_f32" * f32, (hashes.data_ptr(), experts, call)
     lists = (weights.data_ptr(), *_at(out), *_at(transposed), m, k, *known)
     _launch(f"note_changes{of}", at, (rows, -(-columns // WARPS)), 32 * WARPS, weights.data_ptr(), m, k, *known)
-    _launch(f"refresh_weights{of}", at, (rows, columns), 2 * THREADS, *lists)
+    _launch(f"refresh_weights{of}", at, (rows, columns), 2 * THREADS, *lists, floats=scale_values == "float32")
 
 
 def most_blocks(num_rows: int, experts: int) -> int:

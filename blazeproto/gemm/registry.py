@@ -63,7 +63,7 @@ def kernel_for(
 
     name: of a product that has tiles.  config: its tiles; default: from `TILES`.
     variant: what the product can be compiled for, of the fields of `blazeproto.gemm.product.Variant`: activation, bias, f32, ...
-    low_rank: wgmma in the last stage of low-rank factors.  precision: "bf16", or "fp8" for quantized operands.
+    low_rank: wgmma in the last stage of low-rank factors.  precision: "bf16", or "fp8" or "fp8_rollout" for quantized operands.
     debug: further macros (ptx.cuh).  sources: in place of the package's.
     ValueError for an unknown product, activation or impossible tiles, TypeError for an unknown variant.
     """
@@ -80,7 +80,8 @@ def kernel_for(
     options = [each for each in entry.options if not element.scales or each in ("activation", "f32")]
     if unknown := variant.keys() - {*options}:
         raise TypeError(f"{name}: expected of {', '.join(options)}, got {', '.join(sorted(unknown))}")
-    return kernels[name](config, entry.variant._replace(**variant, element=element), Build(debug, sources))
+    variant |= {"element": element, "floats": RECIPES[name_of(precision)].floats}
+    return kernels[name](config, entry.variant._replace(**variant), Build(debug, sources))
 
 
 def candidates(name: str, precision: str | Recipe = "bf16") -> list[TileConfig]:
@@ -94,7 +95,10 @@ def kernels_by_use() -> dict[Kernel, str]:
     """Every kernel that the layers of tests and benchmarks reach, and every candidate of the tuner, once; not yet compiled. By
     kernel the first product that has it, or what else it is for."""
     of_products = {name: [*entry.kernels(), *_of_ampere(entry)] for name, entry in (PRODUCTS | BLOCK_PRODUCTS).items()}
-    uses = of_products | {"router's logits": logits.kernels(), "quantize": quantize.kernels()}
+    uses = of_products | {
+        "router's logits": logits.kernels(),
+        "quantize": [*quantize.kernels(), *quantize.kernels(floats=True)],
+    }
     found: dict[Kernel, str] = {}
     for name, kernels in uses.items():
         for kernel in kernels:
@@ -112,9 +116,9 @@ def all_kernels() -> list[Kernel]:
     return list(kernels_by_use())
 
 
-def quantized_kernels(activation: str = "swiglu") -> list[Kernel]:
+def quantized_kernels(activation: str = "swiglu", precision: str | Recipe = "fp8") -> list[Kernel]:
     """Those of the products that a layer of quantized operands launches."""
-    every = variants(activation=[activation], element=[E4M3], f32=BOTH)
+    every = variants(activation=[activation], element=[E4M3], f32=BOTH, floats=[RECIPES[name_of(precision)].floats])
     entries = [entry for entry in PRODUCTS.values() if E4M3 in entry.elements]
     launched = (
         kernel
@@ -153,7 +157,7 @@ def prepare(
     `down_forward` and `combine`.  fused_backward: whether `up_backward_act_fused` runs instead of `up_backward_act` and
     `combine`.  f32_weight_grads: whether weight gradients are fp32 (as they are in chunks).
     transposed: whether the weights are (E, d, G n) and (E, n, d), as in gpt-oss.
-    precision: as in `moe_mlp`; "fp8": the kernels of quantized operands too.
+    precision: as in `moe_mlp`; of quantized operands their kernels too.
     backend: whose kernels: "hopper", "ampere" or "auto", the GPU's, without a GPU Hopper's.
     device: CUDA ordinal; default: CuPy's current device if that runs the kernels, else nothing is loaded.
     jobs: compilers that run at a time, in processes of their own; default: one a core.
@@ -186,8 +190,8 @@ def prepare(
     up = Variant(False, transposed, up_bias, activation, fused=fused_backward, f32=f32_weight_grads, arch=arch)
     down = up._replace(bias=down_bias, fused=fused)
     wanted = dict.fromkeys(kernel for entry in PRODUCTS.values() for kernel in entry.for_layer(sizes, up, down))
-    if RECIPES[name_of(precision)].element.scales:
-        wanted |= dict.fromkeys((*quantize.kernels(), *quantized_kernels(activation)))
+    if (recipe := RECIPES[name_of(precision)]).element.scales:
+        wanted |= dict.fromkeys((*quantize.kernels(floats=recipe.floats), *quantized_kernels(activation, precision)))
     made = compile_many(wanted, jobs)
     if device is not None:
         for kernel in made:

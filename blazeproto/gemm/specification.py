@@ -20,6 +20,7 @@ from blazeproto.activations import activation_named
 from blazeproto.gemm.arguments import LOW, Arguments, Array, TwinArguments, low_arrays
 from blazeproto.gemm.e4m3 import Quantized, from_e4m3, to_e4m3
 from blazeproto.gemm.formulas import Namespace
+from blazeproto.gemm.recipe import RECIPES, Recipe
 from blazeproto.gemm.tiles import BF16, BM, E4M3, Element, TileConfig
 from blazeproto.runtime import checks
 from blazeproto.runtime.libraries import any_library
@@ -80,6 +81,11 @@ class Specification:
             raise ValueError(f"activation: expected {expected}, got {call['activation']!r}")
         return E4M3
 
+    def recipe(self, call: Mapping[str, Any]) -> Recipe:
+        """That of a call of quantized operands: where x has several scales a token, the one with float32 scales."""
+        several = getattr(getattr(call.get("x"), "scales", None), "ndim", 1) == 2
+        return RECIPES["fp8_rollout" if several else "fp8"]
+
     def public(self, function: F) -> F:
         """Decorates the public function of device arrays: it then takes arrays of any library; in host memory the twin runs."""
         return any_library(self.twin_of(function), {array.name: array.dtype for array in self.outputs})(function)
@@ -98,6 +104,7 @@ class Specification:
         if "activation" in call:
             given.halves = activation_named(call["activation"]).halves
         quantized = self.element(call) is not BF16
+        given.recipe = self.recipe(call)
         call = {**call, "quantized": quantized}
         arrays = {**call, **low_arrays(call.get("low"))}
         for array in self.inputs:
@@ -141,8 +148,9 @@ class Specification:
             m, taken = self.operations(call, stored), dict(call)
             for array in self.inputs:
                 value = call.get(array.name)
-                if isinstance(value, Quantized):
-                    value = from_e4m3(np, value, array.scale)
+                operand = array.operand_of(given.recipe)
+                if isinstance(value, Quantized) and operand:
+                    value = from_e4m3(np, value, operand.scale)
                     taken[array.name] = value = value.swapaxes(1, 2) if array.quantized else value
                 if self.shape_in(array, call)[0] == "R" and value is not None:
                     taken[array.name] = value[: len(m.pairs)]
@@ -150,16 +158,19 @@ class Specification:
                 taken["low"] = (call["low"][0][: len(m.pairs)], call["low"][1])
             values = self.formula(m, **{name: taken[name] for name in names if name in taken})
             for array, value in zip(self.outputs, values if isinstance(values, tuple) else (values,), strict=True):
-                self._store(array, value, given.arrays[array.name], call, stored)
+                self._store(array, value, given, call, stored)
             return self.results(given)
 
         twin.__signature__ = signature.replace(parameters=[*signature.parameters.values(), round_to])  # type: ignore[attr-defined]
         return twin  # type: ignore[return-value]
 
-    def _store(self, array: Array, value: Any, out: Any, call: Mapping[str, Any], stored: Callable[[Any], Any]) -> None:
+    def _store(
+        self, array: Array, value: Any, given: Arguments, call: Mapping[str, Any], stored: Callable[[Any], Any]
+    ) -> None:
         """A value of the formula in the lines in use of its output, rounded unless that stands for an fp32 one."""
-        if isinstance(out, Quantized):
-            made = to_e4m3(np, stored(value), array.scale)
+        out, operand = given.arrays[array.name], array.operand_of(given.recipe)
+        if isinstance(out, Quantized) and operand:
+            made = to_e4m3(np, stored(value), *operand[1:])
             out.values[: len(value)], out.scales[:, : len(value)] = made.values, made.scales
             return
         out = out.reshape(-1) if array.index == "pair" else out[: len(value)]

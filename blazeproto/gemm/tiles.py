@@ -43,7 +43,7 @@ class Element:
 
 
 BF16 = Element("bf16", 16, 1, 9, 16, ("bfloat16",))
-E4M3 = Element("e4m3", 8, 2, 9, 32, ("float8_e4m3fn", "uint8"), ("token", "1x128", "128x128"), 2.0)
+E4M3 = Element("e4m3", 8, 2, 9, 32, ("float8_e4m3fn", "uint8"), ("token", "1x128", "token 1x128", "128x128"), 2.0)
 # Frozen weights, which are decoded to bf16 before they are multiplied (blazeproto/stored).
 MXFP4 = Element("mxfp4", 4, 2, 0, 16, ("uint8", "int8"), ("1x32",))
 NF4 = Element("nf4", 4, 2, 0, 16, ("uint8",), ("1x32", "1x64", "1x128"))

@@ -7,6 +7,7 @@ from blazeproto.activations import ACTIVATIONS, activation_named
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm.arguments import Array, LowRankTerm
 from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.e4m3 import Quantized
 from blazeproto.gemm.formulas import Namespace
 from blazeproto.gemm.launch import Plan, dense_box, rows_box
 from blazeproto.gemm.product import (
@@ -105,10 +106,12 @@ def up_forward(
 
 
 def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
-    """variant: activation, transposed, bias, rank, element."""
+    """variant: activation, transposed, bias, rank, element, floats."""
     macros = activation_named(variant.activation).macros
     if variant.element is E4M3:
-        return quantized_kernel("up_fp8.cu", "up_forward_fp8", config, build, macros, arch=variant.arch)
+        return quantized_kernel(
+            "up_fp8.cu", "up_forward_fp8", config, build, macros, floats=variant.floats, arch=variant.arch
+        )
     config = config or table_of(variant.arch)["up_forward"]
     return tiled_kernel(
         "up.cu",
@@ -172,7 +175,12 @@ def launch(
     element = element_of(x)
     if config is None:
         config = chosen("up_forward", at.num_rows, at.num_experts, shape_of(x)[1], shape_of(act)[1], element, at.arch)
-    options = {"transposed": transposed, "bias": bias is not None, "activation": activation}
+    options = {
+        "transposed": transposed,
+        "bias": bias is not None,
+        "activation": activation,
+        "floats": isinstance(x, Quantized) and len(x.scales.shape) == 2,
+    }
     variant = variant_of(x, up_proj, low, at, gather=True, **options)
     plan = _plan(at.where, shape_of(up_proj), variant, alone(config, variant.stored), build_of("up_forward"))
     h_at, act_at = address(h), address(act)
@@ -197,7 +205,7 @@ UP_FORWARD = Product(
     kernels=lambda: [
         *(kernel(None, variant) for variant in VARIANTS),
         *map(kernel, CANDIDATES["up_forward"]),
-        kernel(None, Variant(element=E4M3)),
+        *(kernel(None, variant) for variant in variants(element=[E4M3], floats=BOTH)),
     ],
     variants=VARIANTS,
     in_layer=lambda sizes, up, down: [

@@ -109,7 +109,7 @@ _DOWN = Specification(
 # weight.cu has the gathered rows' columns, d of them, down its tiles, which it stores transposed in dW_up.
 _UP = Specification(
     quantized=True,
-    inputs=(Array("dh", "R h"), Array("x", "T d", ordered="R d", fetched=True)),
+    inputs=(Array("dh", "R h"), Array("x", "T d", ordered="R d", fetched=True, operand="x_of_dw")),
     outputs=(Array("dw", "E h d", f32=True, tile=lambda config, halves: (config.tile_n, BM)),),
     formula=up_formula,
     workspace=partial(_workspace, UP, "E h d"),

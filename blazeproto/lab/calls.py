@@ -19,6 +19,7 @@ from blazeproto.gemm import PRODUCTS, Sizes, TileConfig
 from blazeproto.gemm.arguments import LOW, Array
 from blazeproto.gemm.e4m3 import Quantized, from_e4m3, scales_shape, to_e4m3
 from blazeproto.gemm.product import Product
+from blazeproto.gemm.recipe import FP8, Recipe
 from blazeproto.gemm.tiles import BF16, E4M3, TILES, Element
 
 SIMPLE_TILE = (128, 256)  # lines and columns that a mismatch map puts together where a kernel has no tiles
@@ -31,7 +32,8 @@ class Case:
 
     transposed: products that can, take weights that lie transposed.  rank: of the low-rank terms of those that take some, or 0.
     drawn: inputs of products that neither a layer has nor another product makes, at random, by name.
-    quantized: whether products that can, take e4m3, which holds the numbers of x, d_out and the weights.  made: what they took.
+    quantized: whether products that can, take e4m3, by a recipe; powers of two hold the numbers of x, d_out and the weights.
+    made: what they took.
     """
 
     x: Tensor  # (T, d)
@@ -47,6 +49,7 @@ class Case:
     rank: int = 0
     drawn: dict[str, Tensor] = field(default_factory=dict)
     quantized: bool = False
+    recipe: Recipe = FP8
     made: dict[tuple[str, bool, int], Quantized] = field(default_factory=dict)
     row_expert: Tensor = field(init=False)  # (rows in use,)
     row_pair: Tensor = field(init=False)
@@ -78,10 +81,15 @@ class Case:
     def operand(self, array: Array, value: Tensor) -> Quantized:
         """An input of a product in e4m3, as it lies there; made once."""
         turned = bool(array.quantized)
-        key = (array.name, turned, value.data_ptr())
-        if key not in self.made:
-            self.made[key] = to_e4m3(torch, value.mT.contiguous() if turned else value, array.scale)
+        key = (array.operand or array.name, turned, value.data_ptr())
+        if key not in self.made and (operand := array.operand_of(self.recipe)):
+            self.made[key] = to_e4m3(torch, value.mT.contiguous() if turned else value, *operand[1:])
         return self.made[key]
+
+    def numbers(self, array: Array, value: Tensor) -> Tensor:
+        """Those of an input's `operand`, fp32, where the input lies."""
+        made: Tensor = from_e4m3(torch, self.operand(array, value), array.operand_of(self.recipe).scale)  # type: ignore[union-attr]
+        return made.mT if array.quantized else made
 
     @property
     def options(self) -> dict[str, Any]:
@@ -176,8 +184,8 @@ class Call:
         known: dict[str, Any] = {"dispatch": case.dispatch, **case.options, **self.options, **others}
         for name, array in self.inputs.items():
             value = known[array.name] = found(name, array)
-            if value is not None and rows is None and self.is_quantized(case, array):
-                known[array.name] = case.operand(array, value)
+            if value is not None and self.is_quantized(case, array):
+                known[array.name] = (case.operand if rows is None else case.numbers)(array, value)
         low = [found(f"{a.name} of {self.product}", a) for a in self.entry.spec.inputs if case.rank and a.name in LOW]
         known |= {"low": tuple(low)} if low else {}
         return {name: known[name] for name in inspect.signature(function).parameters if name in known}

@@ -20,6 +20,7 @@ from blazeproto.autograd.ranks import refuse_ranks
 from blazeproto.blocksparse.baselines import PlainMoE
 from blazeproto.dispatch import build_dispatch, build_dispatch_varying
 from blazeproto.gemm import Sizes
+from blazeproto.gemm.recipe import RECIPES
 from blazeproto.lab.calls import Case
 from blazeproto.lab.steps import LayerCall, Step, product_calls, steps_of
 from blazeproto.lab.tables import Drawn, Table, View, in_bytes, in_ms, in_operations
@@ -112,7 +113,7 @@ def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: 
     does. The steps are the Hopper kernels', whatever the backend, and K, if it varies, is taken from this x's routing:
     the router runs once, and then its load is waited for. On a Hopper GPU whose kernels
     the layer takes, each step is also timed: alone, ten times, by CUDA events, with an L2 cache that holds none of its
-    inputs, unless ``measure`` is False; with precision="fp8" none is. That takes memory for all arrays of the layer at once.
+    inputs, unless ``measure`` is False; with quantized operands none is. That takes memory for all arrays of the layer at once.
     The layer is left as it was.
 
     TypeError or ValueError for another layer or x, and for weights and options that forward refuses; the layers of
@@ -144,7 +145,7 @@ def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: 
     per_token = K if K and call.rows == call.sizes.rows else f"{call.rows / max(T, 1):.2f} in the mean"
     return Explanation(
         f"MoE: T={T}, d={d}, n={n}, E={E}, K={per_token}, {layer.activation}, "
-        f"save={call.save}, {'fp8 of ' if call.in_fp8 else ''}{str(dtype).removeprefix('torch.')}",
+        f"save={call.save}, {f'{layer.precision} of ' if call.in_fp8 else ''}{str(dtype).removeprefix('torch.')}",
         tuple(steps),
         layer.saved_bytes(T, dtype, input_grad=x.requires_grad),
         _note(layer, call, dtype),
@@ -167,6 +168,7 @@ def _note(layer: MoE, call: LayerCall, dtype: torch.dtype) -> str:
             call.in_fp8,
             "Products of fp8: at twice the rate of bf16. Short blocks that fill up an expert's rows are not counted.",
         ),
+        (call.in_fp8, f"{layer.precision}: {call.recipe}."),
         (kept, f"Weights quantized before take {in_bytes(kept)} beside the weights."),
         (
             call.num_chunks > 1,
@@ -238,6 +240,7 @@ def _call_of(layer: MoE, tokens: Tensor, routing: Any, dtype: torch.dtype, wante
         losses=ours and any(getattr(router, name, 0.0) for name in ("aux_loss", "z_loss")),
         wanted=wanted,
         in_fp8="" if layer.precision == "bf16" else quantized,
+        recipe=RECIPES[layer.precision],
     )
 
 

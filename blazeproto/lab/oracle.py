@@ -33,7 +33,7 @@ from blazeproto.dispatch import Dispatch, build_dispatch, build_dispatch_varying
 from blazeproto.gemm import Sizes, TileConfig
 from blazeproto.gemm.blocks import BLOCK
 from blazeproto.gemm.e4m3 import in_e4m3
-from blazeproto.gemm.recipe import FP8
+from blazeproto.gemm.recipe import FP8, Recipe
 from blazeproto.lab.calls import ROW_OUTPUTS, Case, calls_of
 
 ROUTINGS = ("uniform", "zipf", "same", "half_empty")
@@ -57,6 +57,7 @@ def make_case(
     transposed: bool = False,
     rank: int = 0,
     quantized: bool = False,
+    recipe: Recipe = FP8,
     device: str = "cuda",
     seed: int = 0,
 ) -> Case:
@@ -64,7 +65,7 @@ def make_case(
 
     sentinels: share of the pairs whose expert lives elsewhere.  varying: the number of experts per token varies (sentinels
     leave no trace but unused capacity at the end of the pairs).  row_capacity: the most rows, as in `build_dispatch`.
-    transposed, rank, quantized: as `Case` has them.
+    transposed, rank, quantized, recipe: as `Case` has them.
     """
     generator = torch.Generator(device).manual_seed(seed)
     T, d, n, E, _, halves = sizes._replace(halves=activation_named(activation).halves)
@@ -92,6 +93,7 @@ def make_case(
         transposed=transposed,
         rank=rank,
         quantized=quantized,
+        recipe=recipe,
     )
 
 
@@ -258,7 +260,7 @@ def evaluate(arithmetic: Arithmetic, case: Case, given: Mapping[str, Tensor] | N
         for (name, array), value in zip(call.made.items(), exact_sums[call.product], strict=True):
             stored = m.stored(value) if array.dtype == "bfloat16" and not call.f32 else value
             if arithmetic.rounds and call.is_quantized(case, array):
-                stored = in_e4m3(torch, stored, array.scale).bfloat16()
+                stored = in_e4m3(torch, stored, *array.operand_of(case.recipe)[1:]).bfloat16()  # type: ignore[index]
             result[name] = result[name] + stored if array.added and name in result else stored
     return result
 

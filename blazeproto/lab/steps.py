@@ -17,7 +17,7 @@ from blazeproto.gemm import PRODUCTS, Sizes
 from blazeproto.gemm.arguments import Array
 from blazeproto.gemm.e4m3 import scales_shape
 from blazeproto.gemm.product import Variant
-from blazeproto.gemm.recipe import FP8
+from blazeproto.gemm.recipe import FP8, Recipe
 from blazeproto.gemm.tiles import E4M3
 from blazeproto.lab.calls import BACKWARD, CALLS, LAYER, Call
 
@@ -104,8 +104,8 @@ class LayerCall:
     losses: whether an auxiliary loss has a coefficient.
     wanted: whether a gradient is made of x, up_proj, up_bias, down_proj, down_bias, router, shared_up and shared_down, if the
     layer has them.
-    in_fp8: with precision="fp8" when weights are quantized: "each" order before its product, "both" in forward, or "before" the
-    call; else "".
+    in_fp8: of quantized operands when weights are quantized: "each" order before its product, "both" in forward, or "before" the
+    call; else "".  recipe: theirs.
     """
 
     sizes: Sizes
@@ -126,6 +126,7 @@ class LayerCall:
     losses: bool
     wanted: Mapping[str, bool]
     in_fp8: str = ""
+    recipe: Recipe = FP8
 
     def wants(self, *names: str) -> bool:
         """Whether any of these gradients is made."""
@@ -225,7 +226,8 @@ def _product(s: LayerCall, call: Call, phase: str, name: str, keeps: tuple[Traff
         of_weights = operand.index == "expert" and (made or name.endswith("_bias"))
         itemsize = s.weight_itemsize if of_weights else 4 if operand.dtype == "float32" else s.itemsize
         shape = tuple(letters[x] for x in operand.shape_in(call.options).split())
-        return Traffic(s.shown(name), shape, itemsize, operand.scale if quantized else "")
+        of = operand.operand_of(s.recipe)
+        return Traffic(s.shown(name), shape, itemsize, of.scale if quantized and of else "")
 
     reads = [array(*named) for named in call.inputs.items() if s.bias or not named[0].endswith("_bias")]
     writes = [array(*named, made=True) for named in call.made.items()]
@@ -254,7 +256,7 @@ def _in_fp8(s: LayerCall, step: Step) -> Iterator[Step]:
         return array._replace(scale="")
 
     backward, reads = "backward" in step.name, list[Traffic]()
-    for array in (array for array in step.reads if array.scale == FP8.x.scale):
+    for array in (array for array in step.reads if array.scale.startswith("token")):
         yield made(f"quantize {array.name}", [plain(array)], [array])
     for array in step.reads:
         if array.scale == FP8.weights.scale:
@@ -271,7 +273,7 @@ def _in_fp8(s: LayerCall, step: Step) -> Iterator[Step]:
         turned = [a._replace(name=f"{a.name}^T", shape=(a.shape[1], rows), scale=FP8.of_dw.scale) for a in reads]
         yield made(f"transpose {', '.join(array.name for array in reads)}", stored(reads), turned)
         reads = turned
-    keeps = (plain(array) if array.scale == FP8.x.scale else array for array in step.keeps)
+    keeps = (plain(array) if array.scale.startswith("token") else array for array in step.keeps)
     kept, rate = tuple(stored(keeps)), E4M3.rate
     yield replace(step, reads=tuple(stored(reads)), writes=tuple(stored(step.writes)), keeps=kept, rate=rate)
 

@@ -31,7 +31,7 @@ from blazeproto.gemm import PRODUCTS, Kernel, Sizes, TileConfig, product
 from blazeproto.gemm.compile import CUDA_SOURCES, compile_many
 from blazeproto.gemm.e4m3 import BLOCK
 from blazeproto.gemm.product import Build, Product
-from blazeproto.gemm.recipe import Recipe, name_of
+from blazeproto.gemm.recipe import RECIPES, Recipe, name_of
 from blazeproto.gemm.tiles import CHUNK, MAX_EXPERTS
 from blazeproto.lab import target
 from blazeproto.lab.accuracy import Reference, far_off, reference
@@ -83,7 +83,7 @@ class Workbench:
     T tokens, d model width, n expert width, E experts, K experts a token. d and n are multiples of 8, E at most 512.
     activation: of `blazeproto.activations`.  routing: of `lab.oracle.ROUTINGS`.  seed: of the inputs, which are bf16 at unit
     scale, weights at 1/√fan-in.  config: the tiles; default: a layer's of this shape.  device: "cpu" for the
-    machine even with a Hopper GPU. precision: "fp8" for quantized operands, d being a multiple of 16 and n of 128;
+    machine even with a Hopper GPU. precision: "fp8" or "fp8_rollout" for quantized operands, d a multiple of 16 and n of 128;
     outputs are their numbers then. bias_score_grad and expert_row_sum run as in a layer with biases; the other
     products have no biases.
 
@@ -336,7 +336,8 @@ class Workbench:
     @cached_property
     def _inputs(self) -> Inputs:
         options: dict[str, Any] = {"activation": self.activation, "biases": bool(self.call.needs), "seed": self.seed}
-        options |= {"quantized": bool(self.element.scales), "device": "cuda" if self.on_gpu else "cpu"}
+        options |= {"quantized": bool(self.element.scales), "recipe": RECIPES[self.precision]}
+        options |= {"device": "cuda" if self.on_gpu else "cpu"}
         case = make_case(self.sizes, self.routing, **options)
         made = evaluate(YARDSTICK, case)
         references = reference(self.product, case, made)

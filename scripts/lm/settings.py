@@ -174,8 +174,8 @@ class GPTConfig:
             ),
             *(
                 (
-                    self.precision == "fp8" and not fits,
-                    f"{name}: expected {expected} with precision fp8, got {getattr(self, name)}",
+                    self.precision != "bf16" and not fits,
+                    f"{name}: expected {expected} with precision {self.precision}, got {getattr(self, name)}",
                 )
                 for name, fits, expected in fp8
             ),
@@ -239,7 +239,7 @@ class Config(GPTConfig):
         return [
             *super().rules(),
             (
-                self.float64 and (self.bf16 or self.backend in arch.ARCHES or self.precision == "fp8"),
+                self.float64 and (self.bf16 or self.backend in arch.ARCHES or self.precision != "bf16"),
                 f"float64: expected none with bf16, precision fp8 or backend {' or '.join(arch.ARCHES)}",
             ),
             (

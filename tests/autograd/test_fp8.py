@@ -30,8 +30,8 @@ from tests.refusals import refuses
 SIZES = (37, 144, 256, 5, 3)
 
 
-def rounded(values: Tensor, *grouped: int, group: int = 128) -> Tensor:
-    """To e4m3 times a power of two, shared along ``grouped`` dimensions by so many."""
+def rounded(values: Tensor, *grouped: int, group: int = 128, floats: bool = False) -> Tensor:
+    """To e4m3 times a power of two, or a float32, shared along ``grouped`` dimensions by so many."""
     shape = list(values.shape)
     for dim in grouped:
         size = values.shape[dim]
@@ -42,27 +42,29 @@ def rounded(values: Tensor, *grouped: int, group: int = 128) -> Tensor:
     for dim, size in enumerate(values.shape):
         split += [size // group, group] if dim in grouped else [size]
         dims += [len(split) - 1] if dim in grouped else []
-    blocks = values.reshape(split)
-    scales = torch.exp2((blocks.abs().amax(dims, keepdim=True) / 448).clamp_min(2.0**-126).log2().ceil())
-    made = ((blocks / scales).float().to(torch.float8_e4m3fn).double() * scales).reshape(values.shape)
+    blocks = values.reshape(split).to(torch.float32 if floats else values.dtype)
+    scales = (blocks.abs().amax(dims, keepdim=True) / 448).clamp_min(2.0**-126)
+    scales = scales if floats else torch.exp2(scales.log2().ceil())
+    made = ((blocks / scales).float().to(torch.float8_e4m3fn).double() * scales.double()).reshape(values.shape)
     return made[tuple(map(slice, shape))]
 
 
-def formula(case) -> list[Tensor]:
+def formula(case, precision: str | Recipe = "fp8") -> list[Tensor]:
     """Output and gradients, expert by expert, in float64, of what docs/fp8.md says is quantized."""
     x, up, down, scores, d_out = (
         t.detach() for t in (case.x, case.gate_up_proj, case.down_proj, case.scores, case.d_out)
     )
     of_token = {"group": x.shape[1]}
-    xq, gq = rounded(x, 1, **of_token), rounded(d_out, 1, **of_token)
-    up_q, down_q = rounded(up, 1, 2), rounded(down, 1, 2)
+    xq, gq, floats = rounded(x, 1, **of_token), rounded(d_out, 1, **of_token), {"floats": precision == "fp8_rollout"}
+    x_up = rounded(x, 1, **floats) if floats["floats"] else xq
+    up_q, down_q = rounded(up, 1, 2, **floats), rounded(down, 1, 2, **floats)
     out, dx, d_up, d_down, d_scores = map(torch.zeros_like, (x, x, up, down, scores))
     for expert in range(len(up)):
         token, slot = (case.topk_experts == expert).nonzero().unbind(1)
         s = scores[token, slot, None]
-        h = rounded(xq[token] @ up_q[expert].T, 1)
-        made = xq[token] @ up_q[expert].T
-        act = rounded(silu(made.chunk(2, 1)[0]) * made.chunk(2, 1)[1], 1)
+        made = x_up[token] @ up_q[expert].T
+        h = rounded(made, 1)
+        act = rounded(silu(made.chunk(2, 1)[0]) * made.chunk(2, 1)[1], 1, **floats)
         out.index_add_(0, token, s * (act @ down_q[expert].T))
         d_act, (gate, linear) = gq[token] @ down_q[expert], h.chunk(2, 1)
         sigmoid = gate.sigmoid()

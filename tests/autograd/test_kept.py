@@ -39,9 +39,9 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The device sees no write: what the host does not see stays as it was. -> the calls in which a weight was quantized."""
     real, made = torch_backend.refresh_weights, list[int]()
 
-    def refresh(weight, dtype, out, transposed, hashes, call):
+    def refresh(weight, dtype, out, transposed, hashes, call, **how):
         if not hashes.any():
-            real(weight, dtype, out, transposed, hashes, call)
+            real(weight, dtype, out, transposed, hashes, call, **how)
             hashes.fill_(1)
             made.append(call)
 
@@ -97,10 +97,10 @@ def test_memory_that_stays_is_filled_again(unseen):
     layer = layer_that("changed")
     step(layer)
     layer(X)
-    kept = layer.kept.of_weights((layer.gate_up_proj, layer.down_proj), X.dtype, torch_backend)
+    kept = layer.kept.of_weights((layer.gate_up_proj, layer.down_proj), X.dtype, torch_backend, "fp8")
     step(layer)
     assert torch.equal(layer(X)[0], like(layer)(X)[0])
-    again = layer.kept.of_weights((layer.gate_up_proj, layer.down_proj), X.dtype, torch_backend)
+    again = layer.kept.of_weights((layer.gate_up_proj, layer.down_proj), X.dtype, torch_backend, "fp8")
     assert kept is again and len(unseen) == 4
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(layer(X)[0], like(layer)(X)[0])

@@ -15,8 +15,9 @@ constexpr int BLOCK_PAIRS = BLOCK / 4;  // of a thread
 DEVICE float4 of_group(const float* acc, int h) { return make_float4(acc[2 * h], acc[2 * h + 4], acc[2 * h + 1], acc[2 * h + 5]); }
 
 // A block into a slab, of which `at` is slab_address(slab, 0); its scales to memory, by rows. tile: from this strip's first row on.
+template <class Of = Scale>
 DEVICE void quantize_block(const uint32_t* packed, uint32_t at, float* scales, const RowTile& tile) {
-    float inverse[2];
+    Of of_row[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         uint32_t largest = 0;
@@ -25,16 +26,15 @@ DEVICE void quantize_block(const uint32_t* packed, uint32_t at, float* scales, c
             largest = larger_pair(larger_pair(largest, packed[i + 2 * h]), packed[i + 2 * h + 1]);
         largest = larger_pair(largest, __shfl_xor_sync(~0u, largest, 1));
         largest = larger_pair(largest, __shfl_xor_sync(~0u, largest, 2));
-        const Scale of_row = scale_of(max(largest << 16, largest & 0xFFFF0000u));
-        inverse[h] = of_row.inverse;
+        of_row[h] = Of::of(max(largest << 16, largest & 0xFFFF0000u));
         const int row = tile.row + strip_row(h);
-        if (threadIdx.x % 4 == 0 && row < tile.row_end) scales[row] = of_row.scale;
+        if (threadIdx.x % 4 == 0 && row < tile.row_end) scales[row] = of_row[h].scale;
     }
 #pragma unroll
     for (int block = 0; block < BLOCK / 32; ++block) {
         uint32_t quad[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) quad[i] = quantized(packed[block * 8 + 2 * i], packed[block * 8 + 2 * i + 1], inverse[i % 2]);
+        for (int i = 0; i < 4; ++i) quad[i] = quantized(packed[block * 8 + 2 * i], packed[block * 8 + 2 * i + 1], of_row[i % 2]);
         stmatrix_x4(at ^ block << 5, quad);
     }
 }

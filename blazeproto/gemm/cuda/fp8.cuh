@@ -9,10 +9,10 @@
 //   consumer 0   | wgmma, columns 0-127 | add | wgmma, 128-255 | add | wgmma of the next stage ...
 //   consumer 1            | wgmma, columns 0-127 | add | wgmma, 128-255 | add | ...
 //
-// Scales are powers of two. Weights have one for each block of 128 x 128, tokens one each, which the epilogue applies. Rows that an
-// epilogue has quantized have one for each 128 elements: those of blocks are applied where sums are added.
+// Weights have a scale for each block of 128 x 128, tokens one each, which the epilogue applies. Rows that an epilogue has quantized
+// have one for each 128 elements, and so may tokens: scales of blocks are applied where sums are added.
 //
-// -D: BLOCK_SCALES  1 where rows have a scale for each BLOCK elements of the reduction
+// -D: BLOCK_SCALES  1 where rows have a scale for each BLOCK elements of the reduction, by blocks, or gathered tokens by tokens
 //     PAIRED_ROWS   1 where the epilogue quantizes. It wants four neighbouring columns in a thread; accumulators are two of each
 //                   eight. So TMA loads each 16 rows of the weights as the even ones, then the odd ones:
 //
@@ -57,6 +57,12 @@ struct BlockScales {
         second_row = min(row + 8, last) - rows;
     }
 
+    // The same of gathered tokens, a row's and the eighth after it.
+    DEVICE void set_tokens(int token, int second, int steps) {
+        rows = token * steps;
+        second_row = (second - token) * steps;
+    }
+
     template <class Params>
     DEVICE void load(const Params& p, float (&of_slice)[2], float (&of_row)[2]) {
         of_slice[0] = load_f32(p.b_scales + weights);
@@ -65,7 +71,7 @@ struct BlockScales {
         if (!BLOCK_SCALES) return;
         of_row[0] = load_f32(p.a_scales + rows);
         of_row[1] = load_f32(p.a_scales + (rows + second_row));
-        rows += p.rows;
+        rows += GATHER ? 1 : p.rows;
     }
 };
 

@@ -34,7 +34,7 @@ struct RowsParams {
     float* reduction_out;  // per-row partial sums, or an fp32 output
     uint32_t* tickets;     // a zero that this launch counts its tiles with, and leaves zero
 #if FP8
-    const float* a_scales;              // of tokens (tokens,), or BLOCK_SCALES (reduction blocks, rows)
+    const float* a_scales;              // of tokens (tokens,), or BLOCK_SCALES (reduction blocks, rows) or (tokens, reduction blocks)
     const float* b_scales;              // (experts, column blocks, reduction blocks)
     const float* h_scales;              // (column blocks of H, rows)
     float *out0_scales, *out1_scales;   // (column blocks, rows), of outputs that are quantized

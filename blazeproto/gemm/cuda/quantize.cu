@@ -1,6 +1,6 @@
-// To fp8 (e4m3). Values that share a scale, a power of two, are divided by it and rounded (quantized.cuh).
+// To fp8 (e4m3). Values that share a scale are divided by it and rounded (quantized.cuh).
 //
-//   quantize_rows      x (T, width) bf16 -> x_q, and a scale for each row (T,)
+//   quantize_rows      x (T, width) bf16 -> x_q, and a scale for each row (T,), or FLOAT_SCALES for 128 columns of it (T, width / 128)
 //   quantize_weights   W (E, m, k) bf16 -> W_q (E, m, k) and its transpose (E, k, m), of which blocks of 128 x 128 share a scale:
 //                      (E, m / 128, k / 128), and transposed as well. W is read once. Of out and
 //                      out_transposed one that is null is left out.
@@ -13,7 +13,8 @@
 //
 // Floors: 3 T width; 3 E m k, or 4 E m k for both orders, E m k / 16 where nothing has changed; 2 R width bytes / 4.24 TB/s.
 //
-// -D: BLOCK    elements of a row that share a scale, and of a weight's block on each side
+// -D: BLOCK         elements of a row that share a scale, and of a weight's block on each side
+//     FLOAT_SCALES  1 for float32 scales in place of powers of two
 #include "quantized.cuh"
 
 constexpr int PER_CHUNK = 16;          // e4m3 in 16 bytes
@@ -48,9 +49,10 @@ struct Sixteen {
         return larger_pair(larger_pair(larger_pair(larger_pair(than, high.x), high.y), high.z), high.w);
     }
 
-    DEVICE uint4 quantize(float inverse) const {
-        return make_uint4(quantized(low.x, low.y, inverse), quantized(low.z, low.w, inverse), quantized(high.x, high.y, inverse),
-                          quantized(high.z, high.w, inverse));
+    template <class By>
+    DEVICE uint4 quantize(const By& by) const {
+        return make_uint4(quantized(low.x, low.y, by), quantized(low.z, low.w, by), quantized(high.x, high.y, by),
+                          quantized(high.z, high.w, by));
     }
 };
 
@@ -69,12 +71,23 @@ DEVICE uint32_t largest_of_all(uint32_t pair) {
 extern "C" __global__ void __launch_bounds__(128) quantize_rows(const bf16* x, uint8_t* out, float* scales, int64_t width) {
     const int64_t row = blockIdx.x;
     const bf16* from = x + row * width;
+#if FLOAT_SCALES
+    const uint32_t neighbours = ((1u << LANES) - 1) << threadIdx.x % 32 / LANES * LANES;
+    for (int64_t at = threadIdx.x * PER_CHUNK; at < width; at += 128 * PER_CHUNK) {
+        const Sixteen values(from + at);
+        const uint32_t pair = values.largest(0);
+        const FloatScale scale = FloatScale::of(__reduce_max_sync(neighbours, max(pair << 16, pair & 0xFFFF0000u)));
+        if (threadIdx.x % LANES == 0) scales[(row * width + at) / BLOCK] = scale.scale;
+        *reinterpret_cast<uint4*>(out + row * width + at) = values.quantize(scale);
+    }
+#else
     uint32_t pair = 0;
     for (int64_t at = threadIdx.x * PER_CHUNK; at < width; at += 128 * PER_CHUNK) pair = Sixteen(from + at).largest(pair);
-    const Scale scale = scale_of(largest_of_all<128>(pair));
+    const Scale scale = Scale::of(largest_of_all<128>(pair));
     if (threadIdx.x == 0) scales[row] = scale.scale;
     for (int64_t at = threadIdx.x * PER_CHUNK; at < width; at += 128 * PER_CHUNK)
-        *reinterpret_cast<uint4*>(out + row * width + at) = Sixteen(from + at).quantize(scale.inverse);
+        *reinterpret_cast<uint4*>(out + row * width + at) = Sixteen(from + at).quantize(scale);
+#endif
 }
 
 // Columns of 4 x 4 bytes: the rows' first bytes, second bytes, and so on.
@@ -135,7 +148,12 @@ struct QuantizedWeight {
             if (present) values[i] = Sixteen(weights + (expert * m + row + i) * k + column);
             pair = values[i].largest(pair);
         }
-        const Scale scale = scale_of(largest_of_all<2 * BLOCK>(pair));
+#if FLOAT_SCALES
+        const FloatScale of_block = FloatScale::of(largest_of_all<2 * BLOCK>(pair), FloatScale::OF_WEIGHTS);
+        const Scale scale{of_block.scale, of_block.inverse};  // weights are multiplied by the inverse
+#else
+        const Scale scale = Scale::of(largest_of_all<2 * BLOCK>(pair));
+#endif
         if (threadIdx.x == 0) {
             if (out) scales[(expert * blocks_m + block_m) * blocks_k + block_k] = scale.scale;
             if (out_transposed) scales_transposed[(expert * blocks_k + block_k) * blocks_m + block_m] = scale.scale;
@@ -143,7 +161,7 @@ struct QuantizedWeight {
         uint4 quantized_rows[ROWS];
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            quantized_rows[i] = values[i].quantize(scale.inverse);
+            quantized_rows[i] = values[i].quantize(scale);
             if (out && present) *reinterpret_cast<uint4*>(out + (expert * m + row + i) * k + column) = quantized_rows[i];
         }
         if (!out_transposed) return;

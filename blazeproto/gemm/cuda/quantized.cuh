@@ -1,20 +1,43 @@
-// Quantizing to fp8 (e4m3): values that share a scale, a power of two, are divided by it and rounded to nearest, ties to even.
-// gemm/e4m3.py has the twin.
+// Quantizing to fp8 (e4m3): values that share a scale are divided by it and rounded to nearest, ties to even. gemm/e4m3.py has
+// the twin. A scale is a power of two, or float32 as in inference engines.
 #pragma once
 #include "ptx.cuh"
 
-// A scale, and what values are multiplied by before they are rounded.
+// A power of two, and what values are multiplied by before they are rounded.
 struct Scale {
     float scale, inverse;
+
+    // Of values of which `bits`, as a float, is the largest magnitude: the least power of two, at least 2^-126, that leaves none
+    // above 448. NaN where one is Inf or NaN, which makes all of them NaN.
+    DEVICE static Scale of(uint32_t bits) {
+        if (bits >= 0x7F800000u) return {__uint_as_float(0x7FFFFFFFu), __uint_as_float(0x7FFFFFFFu)};
+        const int exponent = max(int(bits + 0x1FFFFFu >> 23) - 8, 1);  // 448 = 1.75 * 2^8
+        return {__uint_as_float(uint32_t(exponent) << 23), __uint_as_float(uint32_t(254 - exponent) << 23)};
+    }
+
+    DEVICE float divide(float value) const { return value * inverse; }
 };
 
-// Of values of which `bits`, as a float, is the largest magnitude: the least power of two, at least 2^-126, that leaves none above
-// 448. NaN where one is Inf or NaN, which makes all of them NaN.
-DEVICE Scale scale_of(uint32_t bits) {
-    if (bits >= 0x7F800000u) return {__uint_as_float(0x7FFFFFFFu), __uint_as_float(0x7FFFFFFFu)};
-    const int exponent = max(int(bits + 0x1FFFFFu >> 23) - 8, 1);  // 448 = 1.75 * 2^8
-    return {__uint_as_float(uint32_t(exponent) << 23), __uint_as_float(uint32_t(254 - exponent) << 23)};
+// value / by, correctly rounded. inverse: 1 / by, correctly rounded. One correction is enough for a bf16 value: so says a trial of
+// all 2^30 pairs of mantissas. A quotient too small to be corrected is 0 in e4m3, and -0 stays -0.
+DEVICE float quotient(float value, float by, float inverse) {
+    const float near = value * inverse;
+    return fmaf(-fmaf(near, by, -value), inverse, near);
 }
+
+// A 448th of the largest magnitude, in float32, as vLLM has it; of magnitudes below `least`, a 448th of that.
+struct FloatScale {
+    static constexpr float OF_ROWS = 1e-10f, OF_WEIGHTS = 1e-4f;  // `least`
+    float scale, inverse;
+
+    DEVICE static FloatScale of(uint32_t bits, float least = OF_ROWS) {
+        if (bits >= 0x7F800000u) return {__uint_as_float(0x7FFFFFFFu), __uint_as_float(0x7FFFFFFFu)};
+        const float scale = quotient(fmaxf(__uint_as_float(bits), least), 448.0f, 1.0f / 448.0f);
+        return {scale, __frcp_rn(scale)};
+    }
+
+    DEVICE float divide(float value) const { return quotient(value, scale, inverse); }
+};
 
 // Pairs of magnitudes, as bf16: the larger of each two, a NaN being larger than all numbers. `largest` has no signs.
 DEVICE uint32_t larger_pair(uint32_t largest, uint32_t pair) {
@@ -30,8 +53,9 @@ DEVICE uint32_t pack_e4m3(float a, float b, float c, float d) {
 }
 
 // Four values, in two pairs of bf16.
-DEVICE uint32_t quantized(uint32_t low, uint32_t high, float inverse) {
-    return pack_e4m3(bf16_low(low) * inverse, bf16_high(low) * inverse, bf16_low(high) * inverse, bf16_high(high) * inverse);
+template <class By>
+DEVICE uint32_t quantized(uint32_t low, uint32_t high, const By& by) {
+    return pack_e4m3(by.divide(bf16_low(low)), by.divide(bf16_high(low)), by.divide(bf16_low(high)), by.divide(bf16_high(high)));
 }
 
 DEVICE float4 dequantized(uint32_t four, float scale) {

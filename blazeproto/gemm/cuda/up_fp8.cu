@@ -4,6 +4,9 @@
 //   act[r] = f(gate) * g(up)                                      rounded to bf16
 //   H_q, act_q and their scales: a row's 128 columns share one    H_q (R, 2n), act_q (R, n); (2n / 128, R), (n / 128, R)
 //
+// BLOCK_SCALES 1: vLLM's bits. S_x (T, d / 128) is applied where sums are added, act's scales are float32, and SiLU(gate) is rounded to
+// bf16 before up multiplies it.
+//
 //   x_q rows  --gather-->  A (BM x 128)  \
 //                                          wgmma, sums -> gate, up (64 x 128 a consumer) -> two slabs --TMA--> H_q
 //   W_q       --TMA----->  B (BN x 128)  /                              \--> act -> one of them again --TMA--> act_q
@@ -19,6 +22,11 @@
 static_assert(GATED && PAIRED_ROWS && BN == 2 * BLOCK, "gate and up of 128 hidden units, each with a scale for a row");
 
 using Scheduler = TileScheduler<BLOCK>;
+#if BLOCK_SCALES
+using OfAct = FloatScale;
+#else
+using OfAct = Scale;
+#endif
 
 struct UpEpilogue : PlainEpilogue<Scheduler> {
     static constexpr int SMEM_BYTES = SLAB_PAIR_BYTES;
@@ -28,18 +36,26 @@ struct UpEpilogue : PlainEpilogue<Scheduler> {
 
     DEVICE explicit UpEpilogue(const RowsParams& params) : p(params) {}
 
+    DEVICE int token(int row) const { return p.pairs.token(load_s32(p.pairs.pair_indices + row)); }
+
     DEVICE void look_ahead(const RowTile& tile) {
+        if (BLOCK_SCALES) return;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = tile.row + strip_row(h);
             token_scale[h] = 0.0f;
-            if (row < tile.row_end) token_scale[h] = load_f32(p.a_scales + p.pairs.token(load_s32(p.pairs.pair_indices + row)));
+            if (row < tile.row_end) token_scale[h] = load_f32(p.a_scales + token(row));
         }
     }
 
     DEVICE BlockScales block_scales(const RowTile& tile) const {
-        const int blocks = p.columns / BLOCK, gate = tile.column / BLOCK;
-        return {tile.expert, (p.reduction + BK - 1) / BK, 2 * blocks, gate, blocks + gate};
+        const int blocks = p.columns / BLOCK, gate = tile.column / BLOCK, steps = (p.reduction + BK - 1) / BK;
+        BlockScales scales(tile.expert, steps, 2 * blocks, gate, blocks + gate);
+        if (BLOCK_SCALES) {
+            const int row = tile.row + strip_row(0), last = tile.row_end - 1;
+            scales.set_tokens(token(min(row, last)), token(min(row + 8, last)), steps);
+        }
+        return scales;
     }
 
     DEVICE void hold(const float (&acc)[BN / 2], const RowTile& tile, const Ring&) {
@@ -58,11 +74,16 @@ struct UpEpilogue : PlainEpilogue<Scheduler> {
 
 #pragma unroll
         for (int i = 0; i < BLOCK_PAIRS; ++i) {
+#if BLOCK_SCALES && ACTIVATION_IS_SILU
+            const uint32_t silu = pack_bf16(silu_of(bf16_low(gate[i])), silu_of(bf16_high(gate[i])));
+            gate[i] = pack_bf16(bf16_low(silu) * bf16_low(up[i]), bf16_high(silu) * bf16_high(up[i]));
+#else
             const float low = act_of(bf16_low(gate[i]), bf16_low(up[i])), high = act_of(bf16_high(gate[i]), bf16_high(up[i]));
             gate[i] = pack_bf16(low, high);
+#endif
         }
         skip_slab();  // H has been read
-        quantize_block(gate, at, p.out1_scales + int64_t(tile.column / BLOCK) * p.rows, tile);
+        quantize_block<OfAct>(gate, at, p.out1_scales + int64_t(tile.column / BLOCK) * p.rows, tile);
         publish(1, [&](uint32_t slab, int) { tma_store_rows(&p.out1, slab, tile.column / 2, tile.row, tile.row_end); });
     }
 
@@ -74,10 +95,13 @@ struct UpEpilogue : PlainEpilogue<Scheduler> {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const float4 of = of_group(acc + group * 8, h);
-                packed[group * 4 + 2 * h] = pack_bf16(token_scale[h] * of.x, token_scale[h] * of.y);
-                packed[group * 4 + 2 * h + 1] = pack_bf16(token_scale[h] * of.z, token_scale[h] * of.w);
+                const float by = BLOCK_SCALES ? 1.0f : token_scale[h];
+                packed[group * 4 + 2 * h] = pack_bf16(by * of.x, by * of.y);
+                packed[group * 4 + 2 * h + 1] = pack_bf16(by * of.z, by * of.w);
             }
     }
+
+    DEVICE static float silu_of(float gate) { return gate / (1.0f + expf(-gate)); }
 
     DEVICE static float act_of(float gate, float up) { return nonlinearity(gate).value * linear_half(up).value; }
 
