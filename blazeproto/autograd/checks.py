@@ -80,8 +80,7 @@ def check_experts(
     if down_factors is not None and options.combine != "gather":
         raise ValueError(f"combine: expected 'gather' with down_factors, got {options.combine!r}")
     if options.precision != "bf16":
-        beside = {"up_bias": up_bias, "down_bias": down_bias, "up_factors": up_factors, "down_factors": down_factors}
-        _check_fp8((*up, down_proj), [name for name, given in beside.items() if given is not None], options)
+        _check_fp8((*up, down_proj), options)
     on_gpu, backend = device.type == "cuda", options.backend
     if x.numel() >= GATHERED_ELEMENTS and (backend in ARCHES or (backend == "auto" and on_gpu)):
         raise ValueError(
@@ -114,8 +113,8 @@ def why_refused(*weights_and_options: Any) -> str:
     return ""
 
 
-def _check_fp8(weights: tuple[Any, ...], absent: list[str], options: Options) -> None:
-    """The check of precision="fp8". weights: down_proj last.  absent: what came of the arguments that it does not take."""
+def _check_fp8(weights: tuple[Any, ...], options: Options) -> None:
+    """The check of precision="fp8". weights: down_proj last."""
     (_, d_model, d_expert), activation = weights[-1].shape, activation_named(options.activation)
     for wrong, expected, got in (
         (
@@ -128,7 +127,6 @@ def _check_fp8(weights: tuple[Any, ...], absent: list[str], options: Options) ->
             "a gated activation whose halves lie apart",
             repr(options.activation),
         ),
-        (absent, "neither biases nor low-rank factors", ", ".join(absent)),
         (any(isinstance(t, StoredWeight) for t in weights), "weights in x's dtype", "a StoredWeight"),
         (
             not all(isinstance(t, StoredWeight) or t.is_contiguous() for t in weights),

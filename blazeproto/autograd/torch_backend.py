@@ -80,7 +80,7 @@ def down_backward_act(
     dh, a_scaled, d_scores = made
     if d_scores is not None:
         if step.bias is not None:
-            d_scores += outputs(reduce.SCORE_GRAD, rows, h.dtype, d_out=d_out, down_bias=step.bias)
+            d_scores += outputs(reduce.SCORE_GRAD, rows, h.dtype, d_out=step.unquantized, down_bias=step.bias)
         d_scores = d_scores.reshape(scores.shape)
     if stored is not h:
         dh, a_scaled = (None if made is None else _record_of(made) for made in (dh, a_scaled))
@@ -94,7 +94,7 @@ def up_backward_act(step: BackendStep, dh: Tensor, dx: Tensor) -> None:
 
 
 def weight_gradient(rows: Dispatch, of: OuterSum) -> Tensor:
-    like, accumulator, ordered = of.like, of.accumulator, _plain(of.ordered, of.left.dtype)
+    like, accumulator, ordered = of.like, of.accumulator, _plain(of.taken(), of.left.dtype)
     m = Torch(rows, like.dtype if accumulator is None else accumulator.dtype)
     if of.transposed == like.is_contiguous():  # it is made as it lies
         made = weight.up_formula(m, ordered, of.left, gather=of.gather)
@@ -117,6 +117,10 @@ def expert_row_sum(
 def quantized_tokens(t: Tensor, rows: Dispatch) -> Tensor:
     """In t's dtype."""
     return in_e4m3(torch, t, FP8.x.scale).to(t.dtype)  # type: ignore[no-any-return]
+
+
+def plain_rows(record: Tensor, rows: Dispatch, dtype: torch.dtype) -> Tensor:
+    return _plain(record, dtype)
 
 
 def quantize_weights(weights: Tensor, at: Any, out: Quantized | None, transposed: Quantized | None) -> None:

@@ -8,6 +8,7 @@ from blazeproto.dispatch.structures import Addresses
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.e4m3 import BLOCK, Quantized, blocks
 from blazeproto.gemm.product import build_of
+from blazeproto.gemm.tiles import ALIGNMENT
 from blazeproto.runtime import driver
 
 THREADS = 128  # of a block that quantizes rows
@@ -21,7 +22,9 @@ def kernel(entry: str, sources: Path | None = None) -> Kernel:
 
 def kernels() -> list[Kernel]:
     """All of them."""
-    return list(map(kernel, ("quantize_rows", "quantize_weights", "block_offsets", "transpose_rows")))
+    return list(
+        map(kernel, ("quantize_rows", "dequantize_rows", "quantize_weights", "block_offsets", "transpose_rows"))
+    )
 
 
 def transposing() -> list[Kernel]:
@@ -46,6 +49,14 @@ def launch_rows(x: Any, at: Addresses, out: Quantized) -> None:
     count, width = x.shape
     if count:
         _launch("quantize_rows", at, (count, 1), THREADS, x.data_ptr(), *_at(out), width)
+
+
+def launch_dequantize(rows: Quantized, at: Addresses, out: Any) -> None:
+    """rows (R, width), scales (width / 128, R) -> out (R, width) bf16."""
+    count, width = rows.values.shape
+    if count:
+        blocks_of_threads = -(-count * width // (THREADS * ALIGNMENT))
+        _launch("dequantize_rows", at, (blocks_of_threads, 1), THREADS, *_at(rows), out.data_ptr(), count, width)
 
 
 def launch_weights(weights: Any, at: Addresses | OnStream, out: Quantized | None, transposed: Quantized | None) -> None:

@@ -90,8 +90,12 @@ def rows_plan(
         h,
         out0,
         out1,
-        dense_box((rank, num_rows), (BK, BM), element) if rank else None,
-        _weight_box(factor, columns, tile_columns, mn_major, halves, element, config.cluster) if rank else None,
+        dense_box((rank, num_rows), (BK, BM)) if rank else None,
+        _paired_box(factor, tile_columns, halves, BF16)
+        if rank and paired
+        else _weight_box(factor, columns, tile_columns, mn_major, halves, BF16, config.cluster)
+        if rank
+        else None,
     )
     numbers: tuple[int, ...] = (num_rows, num_experts, reduction, columns, width if biased else 0, rank)
     grid = persistent_grid(device, config.cluster, blocks_at_most * -(-columns // tile_columns))

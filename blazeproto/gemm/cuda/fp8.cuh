@@ -12,6 +12,8 @@
 // Scales are powers of two. Weights have one for each block of 128 x 128, tokens one each, which the epilogue applies. Rows that an
 // epilogue has quantized have one for each 128 elements: those of blocks are applied where sums are added.
 //
+// LOW_RANK: the stages of a low rank are bf16. They come last, and are added to the sums once these have their tokens' scales.
+//
 // -D: BLOCK_SCALES  1 where rows have a scale for each BLOCK elements of the reduction
 //     PAIRED_ROWS   1 where the epilogue quantizes. It wants four neighbouring columns in a thread; accumulators are two of each
 //                   eight. So TMA loads each 16 rows of the weights as the even ones, then the odd ones:
@@ -68,6 +70,13 @@ struct BlockScales {
         rows += p.rows;
     }
 };
+
+// Applies the scales of this thread's rows to its sums, after which they are 1: what is added then is not quantized.
+DEVICE void apply_scales(float (&sum)[BN / 2], float (&of_row)[2]) {
+#pragma unroll
+    for (int i = 0; i < BN / 2; ++i) sum[i] *= of_row[i / 2 % 2];
+    of_row[0] = of_row[1] = 1.0f;
+}
 
 struct E4m3 {
     static constexpr bool SCALED = true;

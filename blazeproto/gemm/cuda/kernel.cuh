@@ -58,6 +58,9 @@ struct PlainEpilogue {
     static constexpr bool LOOKS_AHEAD = false;
     DEVICE void look_ahead(const Tile&) {}
 
+    // SCALED, LOW_RANK: applies the scales of quantized tokens, and makes them 1, before low-rank factors' products are added.
+    DEVICE void scale_sums(float (&)[BN / 2]) {}
+
     // Instead of `hold`, for a strip that is not computed: calls `skip_tile()`, which gives all of the tile's stages back.
     template <class SkipTile>
     DEVICE void skip(SkipTile skip_tile) {
@@ -163,7 +166,13 @@ DEVICE void consume(const typename Scheduler::Params& p, const Scheduler& schedu
         if constexpr (Element::SCALED) {
             ring.wait_until_full();  // then the tile's slot has been written
             epilogue.look_ahead(scheduler.strip_at(position, strip));
-            multiply(acc, ring, strip, steps, epilogue.block_scales(scheduler.strip_at(position, strip)), p);
+            int low_steps = 0;
+            if constexpr (LOW_RANK > 0) low_steps = low_rank_steps(p.rank);
+            multiply(acc, ring, strip, steps - low_steps, epilogue.block_scales(scheduler.strip_at(position, strip)), p);
+            if constexpr (LOW_RANK > 0) {
+                epilogue.scale_sums(acc);
+                add_low_rank<Producer>(acc, ring, strip, low_steps);
+            }
             tile = scheduler.strip_at(position, strip);
             look_at(position + 1);
         } else {
