@@ -119,6 +119,8 @@ class BackendStep(NamedTuple):
     """A weight in x's dtype, or a `StoredWeight`, or as `records.quantized_weight` made it, in backward the transpose."""
 
     bias: Tensor | None = None
+    """Likewise in x's dtype."""
+
     unquantized: Any = None
     """dO (T, d) in x's dtype, of which a down bias's share of dS is made."""
 

@@ -14,8 +14,8 @@ place (`column_slices`); or they are not made, and the products add to the token
 The operands are bf16, or e4m3 with ``precision="fp8"`` (`blazeproto.gemm.recipe`). Then tokens and weights are `Quantized`, and
 H, act, dH and A' are records (`records`) of rows that are quantized in blocks of 128. Tokens are quantized, each by itself, where
 they are used; a weight, 128 x 128 together, in forward in both orders, or each order before its product
-(`Options.keep_transposed`), unless the caller has kept it (`QuantizedWeights`). The checks refuse biases, low-rank factors and
-other sums than `combine`'s.
+(`Options.keep_transposed`), unless the caller has kept it (`QuantizedWeights`). Biases and low-rank factors are bf16, and so is
+what is multiplied by factors: x and dO as they came, act, dH and A' dequantized. The checks refuse other sums than `combine`'s.
 
     x ─q─> [ up ] ─> H_q, act_q ─> [ down ] ─> Y ─combine─> out        saved: X, H_q, S, indices
     dO ─q─> [ down^T ] ─> dH_q, A'_q, dS      dH_q ─> [ up^T ] ─> dX~ ─combine─> dX
@@ -72,7 +72,7 @@ def up_forward(step: BackendStep, x: Tensor | Quantized, h: Tensor | None, act: 
     act = _new_rows(x, num_rows, up_width // activation_named(activation).halves) if act is None else act
     # Names keep copies alive until the launch is in the stream.
     x, (up_proj, transposed) = operand(x), _as_it_lies(step, forward=True)
-    bias = None if step.bias is None else ready(cast(step.bias, h.dtype))
+    bias = None if step.bias is None else ready(step.bias)
     options: dict[str, Any] = {"bias": bias, "low": _low_rank(step.low, turned=transposed)}
     places = {"h": _rows(h), "act": _rows(act)}
     rows = _readers(up_proj, step.rows)
@@ -86,7 +86,7 @@ def down_forward(step: BackendStep, act: Tensor, out: Tensor, *, overwrite_act: 
     down_proj, transposed = _as_it_lies(step, always=is_fused, forward=not is_fused)
     rows = _readers(down_proj, step.rows)
     acts = _rows(act)
-    bias = None if step.bias is None else ready(cast(step.bias, out.dtype))
+    bias = None if step.bias is None else ready(step.bias)
     if is_fused:
         sums = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
         fused.launch(acts, _anew(down_proj), scores, rows, transposed=transposed, bias=bias, out_f32=sums)
@@ -139,7 +139,7 @@ def down_backward_act(
         workspace=scores.new_empty(down_act.score_partials(d_expert), num_rows),
     )
     if step.bias is not None:
-        bias = ready(cast(step.bias, h.dtype))
+        bias = ready(step.bias)  # named, so that a copy lives until the launch is in the stream
         reduce.launch_bias_score_grad(ready(step.unquantized), bias, step.rows, d_scores=d_scores)
     return dh, d_scores, a_scaled
 

@@ -66,7 +66,7 @@ def backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, .
     for steps in batch.chunks(d_out):
         saved, last = steps.held.pop(), steps.call.quantized and steps.needs.down_proj  # 22: Load A, B
         dh, a_scaled, d_scores, xa, *low = steps.down_backward(d_out, saved)  # 20-28, 4-9: dA, dB, with H again
-        dh, a_scaled = [dh], [a_scaled]  # from where their weight gradients take them
+        dh, a_scaled = [dh], [a_scaled]  # 18, 29: lists, from which dW_1, dW_2 and dW_3 take them
         up_t = saved.up_t  # 30: W_1^T and W_2^T, where they are quantized
         del saved
         if not last:

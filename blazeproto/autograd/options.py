@@ -115,8 +115,8 @@ class Options:
             lambda _, value: name_of(value),
             """what the products' operands are: "bf16", by which x's own dtype is meant, or "fp8" (e4m3 with scales), or a
         `Recipe`, whose name it becomes. fp8 takes a gated activation whose halves lie apart, d_model a multiple of 16 and
-        d_expert one of 128, contiguous weights, combine="gather", and neither biases nor factors nor save="paper" nor
-        workspace_bytes.
+        d_expert one of 128, contiguous weights and combine="gather", and refuses save="paper" and workspace_bytes. Low-rank
+        factors are multiplied in bf16.
         docs/fp8.md has what is quantized how.""",
         ),
     )

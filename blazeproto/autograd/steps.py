@@ -127,8 +127,9 @@ class Steps:
         """x as `load` gives it -> H, act and X A_up^T (R, r), in the places that ``saved`` has."""
         p, rows = self._joined() if self.needs else self.call.joined().p, self.chunk.rows
         weight = self.prepare(p.up_proj, self.dtype, self.rows, self.call.beside.up_kept, saved.up_t)
+        activation = self.call.how.options.activation
         low = self._low(self.loaded[1], p.up_a, p.up_b, gather=True, out=take(saved.xa, rows))
-        step = BackendStep(self.rows, weight, p.up_bias, low=low, activation=self.call.how.options.activation)
+        step = BackendStep(self.rows, weight, cast(p.up_bias, self.dtype), low=low, activation=activation)
         return *self.backend.up_forward(step, x, take(saved.h, rows), take(saved.act, rows)), low and low[0]
 
     def down(self, act: Tensor, out: Tensor | None, saved: Saved) -> Tensor:
@@ -137,7 +138,9 @@ class Steps:
         weight = self.prepare(p.down_proj, self.dtype, self.rows, self.call.beside.down_kept, saved.down_t)
         low = self._low(act, p.down_a, p.down_b, gather=False, out=take(saved.act_a, self.chunk.rows))
         out = torch.empty_like(p.x) if out is None else out
-        step = BackendStep(self.rows, weight, p.down_bias, low=low, scores=self.scores, **self.combined)
+        step = BackendStep(
+            self.rows, weight, cast(p.down_bias, self.dtype), low=low, scores=self.scores, **self.combined
+        )
         over = self.call.how.save != SavePolicy.PAPER
         self.backend.down_forward(step, act, take(out, self.chunk.tokens), overwrite_act=over)
         return out
@@ -160,7 +163,8 @@ class Steps:
             low = self._low(self.loaded[1], p.down_b, p.down_a, gather=True, transposed=True)
             kept = self.call.beside.down_kept if saved.down_t is None else saved.down_t
             weight = self.prepare(p.down_proj, self.dtype, self.rows, kept, transposed=True)
-            bias, activation = p.down_bias if needs.scores else None, self.call.how.options.activation
+            bias = cast(p.down_bias, self.dtype) if needs.scores else None
+            activation = self.call.how.options.activation
             step = BackendStep(self.rows, weight, bias, self.loaded[1], low, self.scores, activation)
             over = self.overwrite_h or again
             dh, d_scores, a_scaled = self.backend.down_backward_act(step, wants, d_out, h, act, overwrite_h=over)

@@ -5,7 +5,7 @@ As in test_hopper_on_cpu.py: what is tested is which launch gets which array, no
 
 import inspect
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -15,10 +15,11 @@ from torch import Tensor
 from blazeproto.autograd import hopper_backend, mlp, quantize_weights, steps
 from blazeproto.autograd.records import quantized_weight
 from blazeproto.dispatch import Dispatch
-from blazeproto.gemm import TWINS, down_backward, linear, quantize, up, weight_fp8
+from blazeproto.gemm import TWINS, down_backward, linear, quantize, reduce, up, weight, weight_fp8
 from blazeproto.gemm.e4m3 import BLOCK, Quantized, from_e4m3, to_e4m3
-from tests.autograd.test_fp8 import formula
-from tests.autograd.test_hopper_on_cpu import as_numpy
+from blazeproto.runtime.arch import HOPPER
+from tests.autograd.test_fp8 import BESIDE, formula
+from tests.autograd.test_hopper_on_cpu import as_numpy, expert_row_sum, weight_gradient
 
 SIZES = (137, 528, 128, 5, 3)  # a gradient of W_down in three slices of columns
 
@@ -35,6 +36,10 @@ def store(to: Quantized, made: Quantized, rows: slice = slice(None)) -> None:
 
 def launch_rows(x: Tensor, at: Dispatch, out: Quantized) -> None:
     store(out, to_e4m3(torch, x, "token"))
+
+
+def launch_dequantize(rows: Quantized, at: Dispatch, out: Tensor) -> None:
+    out.copy_(from_e4m3(torch, rows, "1x128"))
 
 
 def launch_weights(weights: Tensor, at: Any, out: Quantized | None, transposed: Quantized | None) -> None:
@@ -94,30 +99,40 @@ def on_numpy(value: Any) -> Any:
     return as_numpy(value)
 
 
-def by_twin(name: str) -> Callable[..., None]:
-    def launch(*given: Any, workspace: Any = None, **named: Any) -> None:
-        del named["transposed"]  # of quantized weights the one that is read
-        TWINS[name](*map(on_numpy, given), **{key: on_numpy(value) for key, value in named.items()})
+def by_twin(twin: Callable[..., Any]) -> Callable[..., None]:
+    def launch(*given: Any, **named: Any) -> None:
+        if isinstance(given[1], Quantized):
+            named.pop("transposed", None)  # of quantized weights the one that is read
+        twin(*map(on_numpy, given), **{key: on_numpy(value) for key, value in named.items()})
 
     return launch
 
 
-def launch_linear(a: Quantized, weights: Quantized, at: Dispatch, *, columns: range, out: Tensor, **_: Any) -> None:
-    TWINS["down_forward"](on_numpy(a), on_numpy(weights), on_numpy(at), columns=columns, y=out.numpy())
-
-
-def launch_combine(y: Tensor, at: Dispatch, *, out: Tensor, **named: Any) -> None:
-    named = {key: on_numpy(value) for key, value in named.items()}
-    TWINS["combine"](y.numpy(), on_numpy(at), out=out.numpy(), **named)
+def grouped_mm(a: Any, weights: Any, at: Dispatch, *, name: str = "", **named: Any) -> None:
+    """If operands are quantized: the down projection plus what the factors add."""
+    if not isinstance(a, Quantized):
+        TWINS["grouped_mm"](a, weights, at, **named)
+        return
+    columns, low, out = named["columns"], named.pop("low"), named.pop("out")
+    TWINS["down_forward"](a, weights, at, y=out, **{key: named.get(key) for key in ("bias", "columns")})
+    if low is not None:
+        used = at.expert_token_offsets[-1]
+        out[:used] += TWINS["grouped_mm"](*low, at, columns=columns)[:used]
 
 
 LAUNCHES = (
-    *((quantize, each.__name__, each) for each in (launch_rows, launch_block_offsets, launch_transpose)),
-    (up, "launch", by_twin("up_forward")),
-    (linear, "launch", launch_linear),
-    (down_backward, "launch", by_twin("down_backward_act")),
+    *(
+        (quantize, each.__name__, each)
+        for each in (launch_rows, launch_block_offsets, launch_transpose, launch_dequantize)
+    ),
+    (up, "launch", by_twin(TWINS["up_forward"])),
+    (linear, "launch", by_twin(grouped_mm)),
+    (down_backward, "launch", by_twin(TWINS["down_backward_act"])),
     (weight_fp8, "launch", launch_weight),
-    (hopper_backend, "launch_combine", launch_combine),
+    (weight, "launch", by_twin(weight_gradient)),
+    (reduce, "launch_expert_row_sum", by_twin(expert_row_sum)),
+    (reduce, "launch_bias_score_grad", by_twin(TWINS["bias_score_grad"])),
+    (hopper_backend, "launch_combine", by_twin(TWINS["combine"])),
     (hopper_backend, "quantize_weights", launch_weights),
 )
 
@@ -138,6 +153,7 @@ def quantized_orders(monkeypatch, poisoned):
 
     for module, name, launch in LAUNCHES:
         monkeypatch.setattr(module, name, stand_in(getattr(module, name), launch))
+    monkeypatch.setattr(Dispatch, "arch", HOPPER, raising=False)
     monkeypatch.setattr(Dispatch, "num_rows", property(lambda self: len(self.expert_pair_indices)), raising=False)
     monkeypatch.setattr(hopper_backend, "rows_of", lambda dispatch: dispatch)
     monkeypatch.setattr(hopper_backend, "current_stream", lambda _: 0)
@@ -155,17 +171,17 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_it_is_the_formula_and_quantizes_no_weight_twice(make_case, quantized_orders, way):
-    case, (options, orders) = make_case(*SIZES, sentinels=True, idle=(2,)), WAYS[way]
+@pytest.mark.parametrize(("way", "beside"), [*((way, "weights alone") for way in WAYS), *product(WAYS, [*BESIDE][1:3])])
+def test_it_is_the_formula_and_quantizes_no_weight_twice(make_case, quantized_orders, way, beside):
+    case, (options, orders) = make_case(*SIZES, sentinels=True, idle=(2,), **BESIDE[beside]), WAYS[way]
     if way == "quantize_weights":
         options = {"quantized": quantize_weights(case.gate_up_proj, case.down_proj)}
         assert quantized_orders == [BOTH, BOTH]
         quantized_orders.clear()
-    made = dict(zip(("out", "dx", "d_up", "d_down", "d_scores"), case.run(precision="fp8", **options), strict=True))
+    made = case.run(precision="fp8", **options)
     assert quantized_orders == orders
-    for (name, got), expected in zip(made.items(), formula(case), strict=True):
-        if name in ("d_up", "d_down"):  # whose operands are scaled anew
+    for name, got, expected in zip(("out", *case.trained), made, formula(case), strict=True):
+        if name in ("gate_up_proj", "down_proj"):  # whose operands are scaled anew
             assert 0 < (got - expected).norm() < 0.02 * expected.norm()
         else:
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
