@@ -269,17 +269,17 @@ CEILINGS = {
     "blazeproto/runtime/**/*.py": 1068,
     "blazeproto/dispatch/**/*.py": 735,
     "blazeproto/router/**/*.py": 2310,
-    "blazeproto/gemm/**/*.py": 2262,
+    "blazeproto/gemm/**/*.py": 2273,
     "blazeproto/stored/**/*.py": 306,
-    "blazeproto/autograd/**/*.py": 1953,
+    "blazeproto/autograd/**/*.py": 1984,
     "blazeproto/blocksparse/**/*.py": 588,
     "blazeproto/distributed/**/*.py": 471,
     "blazeproto/integrations/**/*.py": 378,
-    "blazeproto/lab/**/*.py": 2921,
+    "blazeproto/lab/**/*.py": 2924,
     "ptxsim/*.py": 2947,
     "scripts/**/*.py": 8753,
-    "tests/**/*.py ptxsim/tests/**/*.py": 23608,
-    "blazeproto/**/*.cu blazeproto/**/*.cuh": 6560,
+    "tests/**/*.py ptxsim/tests/**/*.py": 23718,
+    "blazeproto/**/*.cu blazeproto/**/*.cuh": 6625,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in
 docs/decisions.md that says what was bought."""

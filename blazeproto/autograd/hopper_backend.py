@@ -93,8 +93,8 @@ def down_forward(step: BackendStep, act: Tensor, out: Tensor, *, overwrite_act: 
         out.copy_(sums)
         return
     added = _low_rank(step.low, turned=transposed)
-    # As if gated. In fp8 half of what bf16 has, so that Y leaves room for the weights' copies, and at most what H, A' and the
-    # gradients of x and of weights leave.
+    # As if gated. In fp8 half of bf16's, so that Y leaves room for the weights' copies; and less where that, act and out would
+    # take more than bf16's gradients.
     room = 2 * _bytes(step.weight, out)
     room = room if acts is act else min(room, (room + act.nbytes + out.nbytes) // 2)
     for columns in column_slices(rows.num_rows, widths[0], room):

@@ -490,3 +490,5 @@ def test_prepare_compiles_its_kernels(monkeypatch):
     weights = {weight_fp8.kernel(variant=Variant(f32=f32)) for f32 in (False, True)}
     assert weights < {*quantized_kernels("geglu")} and {*quantized_kernels("geglu"), *quantize.kernels()} <= {*kernels}
     assert not {*quantize.kernels()} & {*gemm.prepare(64, 128, 4, 2)}
+    biased = {*gemm.prepare(64, 128, 4, 2, activation="geglu", up_bias=True, precision="fp8")} - {*kernels}
+    assert [kernel.entry for kernel in biased if "FP8" in kernel.defines] == ["up_forward_fp8"]

@@ -24,7 +24,6 @@ from blazeproto.gemm import (
     quantize,
     up_forward,
 )
-from blazeproto.gemm.registry import quantized_kernels
 from blazeproto.gemm.tiles import CHOSEN
 from blazeproto.lab import oracle, target
 from blazeproto.lab.calls import CALLS
@@ -148,7 +147,8 @@ EACH_VALUE = {
 ALL = [
     kernel
     for kernel in all_kernels()
-    if kernel not in (*quantize.kernels(), *quantized_kernels())
+    if kernel not in quantize.kernels()
+    and "FP8" not in kernel.defines
     and (kernel.arch is not AMPERE or kernel in EACH_VALUE.values())
 ]
 
