@@ -111,14 +111,14 @@ class Steps:
         add_up = self.exchange and partial(self.exchange.add_up, call.beside.token_ranks)
         self.combined: Any = {"combine": call.how.options.combine, "add_up": add_up}
 
-    def load(self, t: Any, *, quantize: bool = True) -> Any:
+    def load(self, t: Any, *, plain: bool = False) -> Any:
         """The tokens (T, d) whose rows are here, as products take them: a chunk's, or what an exchange brings, until it brings
         another. In ``loaded[1]`` they are as they came, for biases and low-rank factors."""
         if self.loaded[0] is not t:
             here = take(t, self.chunk.tokens).contiguous()  # out.sum() delivers a gradient of stride 0
             self.loaded = t, self.exchange.send(here, self.call.beside.token_ranks) if self.exchange else here
         return (
-            self.backend.quantized_tokens(self.loaded[1], self.rows) if self.quantized and quantize else self.loaded[1]
+            self.loaded[1] if plain or not self.quantized else self.backend.quantized_tokens(self.loaded[1], self.rows)
         )
 
     # ---- forward -------------------------------------------------------------------------------------------------
@@ -163,8 +163,7 @@ class Steps:
             low = self._low(self.loaded[1], p.down_b, p.down_a, gather=True, transposed=True)
             kept = self.call.beside.down_kept if saved.down_t is None else saved.down_t
             weight = self.prepare(p.down_proj, self.dtype, self.rows, kept, transposed=True)
-            bias = cast(p.down_bias, self.dtype) if needs.scores else None
-            activation = self.call.how.options.activation
+            bias, activation = cast(p.down_bias, self.dtype) if needs.scores else None, self.call.how.options.activation
             step = BackendStep(self.rows, weight, bias, self.loaded[1], low, self.scores, activation)
             over = self.overwrite_h or again
             dh, d_scores, a_scaled = self.backend.down_backward_act(step, wants, d_out, h, act, overwrite_h=over)
@@ -181,7 +180,7 @@ class Steps:
         """-> dW_down, and of its bias and factors."""
         needs, tokens, a_scaled = self.needs, None, _in_list(a_scaled)
         if needs.down_proj or needs.down_bias or needs.down_b:
-            tokens = self.load(d_out, quantize=needs.down_proj)
+            tokens = self.load(d_out, plain=not needs.down_proj)
         plain, self.loaded = self.loaded[1], (None, None)
         others = (
             self._bias("down_bias", plain, self.scores),
@@ -207,7 +206,7 @@ class Steps:
         """-> dW_up, and of its bias and factors."""
         needs, x, dh = self.needs, None, _in_list(dh)
         if needs.up_proj or needs.up_a:
-            x = self.load(self.call.p.x, quantize=needs.up_proj)
+            x = self.load(self.call.p.x, plain=not needs.up_proj)
         others = (
             self._bias("up_bias", dh[0], None),
             self._outer("up_a", self.loaded[1], dh_b, gather=True, transposed=True),

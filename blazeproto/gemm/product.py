@@ -346,11 +346,5 @@ def quantized_kernel(
     """`tiled_kernel` of quantized operands.  variant: bias, rank, arch.  gather: whether it takes tokens, and quantizes the rows
     that it makes; else it takes operands in blocks."""
     operands = {"B_MN": 0, "HAS_BIAS": int(variant.bias), "FP8": 1, "GATHER": gather, "BLOCK_SCALES": not gather}
-    how: dict[str, Any] = {
-        "low_rank": variant.low_rank,
-        "arch": variant.arch,
-        **operands,
-        "PAIRED_ROWS": gather,
-        **macros,
-    }
-    return tiled_kernel(file, entry, config or QUANTIZED, build, tails=gather, widths=(256,), **how)
+    how: dict[str, Any] = {**operands, "PAIRED_ROWS": gather, "low_rank": variant.low_rank, "arch": variant.arch}
+    return tiled_kernel(file, entry, config or QUANTIZED, build, tails=gather, widths=(256,), **how | {**macros})

@@ -101,6 +101,26 @@ OTHERS = (
 )
 
 
+COLUMNS = (  # of docs/fp8.md's table
+    {"precision": "bf16"},
+    {"precision": "fp8"},
+    {"precision": "fp8", "kept": True},
+    {"precision": "bf16", "frozen": True},
+    {"precision": "fp8", "kept": True, "frozen": True},
+    {"precision": "bf16", "frozen": True, "rank": 16},
+    {"precision": "fp8", "kept": True, "frozen": True, "rank": 16},
+)
+
+
+def test_the_page_s_peaks_are_these(peak):
+    page = (Path(__file__).parents[2] / "docs" / "fp8.md").read_text()
+    lines = page.split("frozen with LoRA: bf16 | fp8, kept |\n")[1].split("\n\n")[0].splitlines()[1:]
+    for line, shape in zip(lines, (*SHAPES, *OTHERS), strict=True):
+        sizes, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        assert sizes == ", ".join(map(str, shape[:5]))
+        assert [int(cell.replace(" ", "")) for cell in cells] == [round(peak(shape, **way) / MIB) for way in COLUMNS]
+
+
 @pytest.mark.parametrize("shape", [*SHAPES, *OTHERS], ids=lambda shape: f"T{shape.T}d{shape.d}n{shape.n}")
 def test_fp8_takes_no_more_than_bf16(peak, shape):
     """Whose figure is what was measured. Of frozen weights, whose gradients bf16 doesn't have either, if they were quantized

@@ -166,13 +166,8 @@ DEVICE void consume(const typename Scheduler::Params& p, const Scheduler& schedu
         if constexpr (Element::SCALED) {
             ring.wait_until_full();  // then the tile's slot has been written
             epilogue.look_ahead(scheduler.strip_at(position, strip));
-            int low_steps = 0;
-            if constexpr (LOW_RANK > 0) low_steps = low_rank_steps(p.rank);
-            multiply(acc, ring, strip, steps - low_steps, epilogue.block_scales(scheduler.strip_at(position, strip)), p);
-            if constexpr (LOW_RANK > 0) {
-                epilogue.scale_sums(acc);
-                add_low_rank<Producer>(acc, ring, strip, low_steps);
-            }
+            multiply(acc, ring, strip, steps, epilogue.block_scales(scheduler.strip_at(position, strip)), p);
+            if constexpr (LOW_RANK > 0) add_low_rank<Producer>(acc, ring, strip, epilogue, p);
             tile = scheduler.strip_at(position, strip);
             look_at(position + 1);
         } else {

@@ -184,23 +184,6 @@ DEVICE void multiply(float (&acc)[BN / 2], Ring& ring, int strip, int steps, Mea
     ring.before(1).release();
 }
 
-// Stages of a low rank.
-DEVICE int low_rank_steps(int rank) { return (rank + BK - 1) / BK; }
-
-// acc += A * B over the stages of a low rank, which are bf16 beside quantized ones too (fp8.cuh).
-template <class Producer>
-DEVICE void add_low_rank(float (&acc)[BN / 2], Ring& ring, int strip, int steps) {
-#pragma unroll 1
-    for (int left = steps; left > 0; --left) {
-        if (left == 1) multiply_stage<Producer, true, LOW_RANK>(acc, ring, strip);
-        else multiply_stage<Producer, true>(acc, ring, strip);
-        wgmma_wait_group<0>();
-        pin_registers(acc);
-        ring.release();
-        ring.advance();
-    }
-}
-
 // Gives back `stages` stages without reading them.
 DEVICE void skip_stages(Ring& ring, int stages) {
 #pragma unroll 1
