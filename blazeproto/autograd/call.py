@@ -125,6 +125,11 @@ class BackendStep(NamedTuple):
     """A weight in x's dtype, or a `StoredWeight`, or as `records.quantized_weight` made it, in backward the transpose."""
 
     bias: Tensor | None = None
+    """Likewise in x's dtype."""
+
+    unquantized: Any = None
+    """dO (T, d) in x's dtype, of which a down bias's share of dS is made."""
+
     low: LowRows | None = None
     """The term of low-rank factors: rows (R, r), r a multiple of 8, and the factor that they are multiplied by."""
 
@@ -141,7 +146,9 @@ class OuterSum(NamedTuple):
     """The gradient of a weight or a low-rank factor: left^T ordered, summed over each expert's rows."""
 
     left: Any  # (R, m) in expert order, or (T, m) with ``gather``
-    ordered: Any  # (R, k)
+    ordered: Any
+    """(R, k), or a list with it, from which a backend takes it: then it is freed once it has been read."""
+
     like: Tensor
     """The weight or factor: where its gradient lies, and in which dtype."""
 
@@ -153,6 +160,10 @@ class OuterSum(NamedTuple):
     """Whether the gradient is (E, k, m) in place of (E, m, k)."""
 
     factor: bool = False
+
+    def taken(self) -> Any:
+        """``ordered``, of which the record keeps nothing if it was in a list."""
+        return self.ordered.pop() if isinstance(self.ordered, list) else self.ordered
 
 
 class Backend(Protocol):
@@ -176,6 +187,9 @@ class Backend(Protocol):
 
     def quantized_tokens(self, t: Tensor, rows: Any, operand: Operand) -> Any:
         """With ``precision="fp8"``: x or dO (T, d) as the products take it. H, act, dH and A' are records then (`records`)."""
+
+    def plain_rows(self, record: Tensor, rows: Any, dtype: torch.dtype) -> Tensor:
+        """The numbers of rows in a record, (R, m) of x's dtype: biases and low-rank factors take them."""
 
     def quantize_weights(
         self, weights: Tensor, at: Any, out: Any, transposed: Any, *, scale_values: str = "power_of_two"

@@ -81,8 +81,7 @@ def check_experts(
     if down_factors is not None and options.combine != "gather":
         raise ValueError(f"combine: expected 'gather' with down_factors, got {options.combine!r}")
     if options.precision != "bf16":
-        beside = {"up_bias": up_bias, "down_bias": down_bias, "up_factors": up_factors, "down_factors": down_factors}
-        _check_fp8((*up, down_proj), [name for name, given in beside.items() if given is not None], options)
+        _check_fp8((*up, down_proj), options)
     on_gpu, backend = device.type == "cuda", options.backend
     if x.numel() >= GATHERED_ELEMENTS and (backend in ARCHES or (backend == "auto" and on_gpu)):
         raise ValueError(
@@ -115,8 +114,8 @@ def why_refused(*weights_and_options: Any) -> str:
     return ""
 
 
-def _check_fp8(weights: tuple[Any, ...], absent: list[str], options: Options) -> None:
-    """The check of quantized operands. weights: down_proj last.  absent: what came of the arguments that they do not take."""
+def _check_fp8(weights: tuple[Any, ...], options: Options) -> None:
+    """The check of quantized operands. weights: down_proj last."""
     (_, d_model, d_expert), activation = weights[-1].shape, activation_named(options.activation)
     whole = BLOCK if (floats := RECIPES[str(options.precision)].floats) else 16
     stored = [t.how for t in weights if isinstance(t, StoredWeight)]
@@ -131,7 +130,6 @@ def _check_fp8(weights: tuple[Any, ...], absent: list[str], options: Options) ->
             "a gated activation whose halves lie apart",
             repr(options.activation),
         ),
-        (absent, "neither biases nor low-rank factors", ", ".join(absent)),
         (
             not {*stored} <= ({"fp8 128 128"} if floats else {*()}) or 0 < len(stored) < len(weights),
             f"weights in x's dtype{', or all of them stored as fp8 in blocks of 128 x 128' * floats}",

@@ -14,8 +14,8 @@ place (`column_slices`); or they are not made, and the products add to the token
 The operands are bf16, or e4m3 by another ``precision`` (`blazeproto.gemm.recipe`). Then tokens and weights are `Quantized`, and
 H, act, dH and A' are records (`records`) of rows that are quantized in blocks of 128. Tokens are quantized, each by itself, where
 they are used, or before an exchange sends them; a weight, 128 x 128 together, in forward in both orders, or each order before
-its product (`Options.keep_transposed`), unless the caller has kept it (`QuantizedWeights`). The checks refuse biases, low-rank
-factors and other sums than `combine`'s.
+its product (`Options.keep_transposed`), unless it has been kept (`kept`). Biases and low-rank factors are bf16, and so is what is
+multiplied by factors: x and dO as they came, act, dH and A' dequantized. The checks refuse other sums than `combine`'s.
 
     x ─q─> [ up ] ─> H_q, act_q ─> [ down ] ─> Y ─combine─> out        saved: X, H_q, S, indices
     dO ─q─> [ down^T ] ─> dH_q, A'_q, dS      dH_q ─> [ up^T ] ─> dX~ ─combine─> dX
@@ -72,7 +72,7 @@ def up_forward(step: BackendStep, x: Tensor | Quantized, h: Tensor | None, act: 
     act = _new_rows(x, num_rows, up_width // activation_named(activation).halves) if act is None else act
     # Names keep copies alive until the launch is in the stream.
     x, (up_proj, transposed) = operand(x), _as_it_lies(step, forward=True)
-    bias = None if step.bias is None else ready(cast(step.bias, h.dtype))
+    bias = None if step.bias is None else ready(step.bias)
     options: dict[str, Any] = {"bias": bias, "low": _low_rank(step.low, turned=transposed)}
     places = {"h": _rows(h), "act": _rows(act)}
     rows = _readers(up_proj, step.rows)
@@ -86,15 +86,18 @@ def down_forward(step: BackendStep, act: Tensor, out: Tensor, *, overwrite_act: 
     down_proj, transposed = _as_it_lies(step, always=is_fused, forward=not is_fused)
     rows = _readers(down_proj, step.rows)
     acts = _rows(act)
-    bias = None if step.bias is None else ready(cast(step.bias, out.dtype))
+    bias = None if step.bias is None else ready(step.bias)
     if is_fused:
         sums = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
         fused.launch(acts, _anew(down_proj), scores, rows, transposed=transposed, bias=bias, out_f32=sums)
         out.copy_(sums)
         return
     added = _low_rank(step.low, turned=transposed)
-    # As if gated. In fp8 half of what bf16 has, so that Y leaves room for the weights' copies.
-    for columns in column_slices(rows.num_rows, widths[0], 2 * _bytes(step.weight, out)):
+    # As if gated. In fp8 half of bf16's, so that Y leaves room for the weights' copies; and less where that, act and out would
+    # take more than bf16's gradients.
+    room = 2 * _bytes(step.weight, out)
+    room = room if acts is act else min(room, (room + act.nbytes + out.nbytes) // 2)
+    for columns in column_slices(rows.num_rows, widths[0], room):
         # Over act, where a tile has whole rows of both: it has read its part of act before it writes the same part of Y.
         over = overwrite_act and acts is act
         over = over and linear.may_lie_over(None, transposed, widths, len(columns), rows.arch, storage_of(down_proj))
@@ -129,15 +132,15 @@ def down_backward_act(
         step.rows,
         activation=activation,
         transposed=transposed,
-        low=_low_rank(step.low, turned=transposed),
+        low=_low_rank(step.low, turned=transposed or isinstance(lying, Quantized)),
         dh=_rows(dh),
         a_scaled=_rows(a_scaled),
         d_scores=d_scores,
         workspace=scores.new_empty(down_act.score_partials(d_expert), num_rows),
     )
     if step.bias is not None:
-        bias = ready(cast(step.bias, h.dtype))
-        reduce.launch_bias_score_grad(d_out, bias, step.rows, d_scores=d_scores)
+        bias = ready(step.bias)  # named, so that a copy lives until the launch is in the stream
+        reduce.launch_bias_score_grad(ready(step.unquantized), bias, step.rows, d_scores=d_scores)
     return dh, d_scores, a_scaled
 
 
@@ -145,7 +148,7 @@ def up_backward_act(step: BackendStep, dh: Tensor, dx: Tensor) -> None:
     is_fused = step.combine == "fused_both"
     of_dh, (lying, transposed) = _rows(ready(dh)), _as_it_lies(step, always=is_fused)
     rows = _readers(lying, step.rows)
-    added = _low_rank(step.low, turned=transposed)
+    added = _low_rank(step.low, turned=transposed or isinstance(lying, Quantized))
     if is_fused:
         sums = torch.zeros(dx.shape, dtype=torch.float32, device=dx.device)
         fused.launch_dx(of_dh, _anew(lying), rows, transposed=transposed, low=added, dx_f32=sums)
@@ -153,7 +156,7 @@ def up_backward_act(step: BackendStep, dh: Tensor, dx: Tensor) -> None:
         return
     options: dict[str, Any] = {"low": added, "transposed": not transposed}
     if isinstance(lying, Quantized):  # the transpose
-        options = {"name": "up_backward_act"}
+        options = {"low": added, "name": "up_backward_act"}
     for columns in column_slices(rows.num_rows, dx.shape[1], dx.element_size() * prod(shape_of(step.weight))):
         dx_rows = dx.new_empty(rows.num_rows, len(columns))
         linear.launch(of_dh, _anew(lying), rows, columns=columns, out=dx_rows, **options)
@@ -185,7 +188,7 @@ def weight_gradient(rows: Addresses, of: OuterSum) -> Tensor:
     """A float32 gradient is the kernel's sum as it is; the others are rounded to the operands' dtype by the kernel."""
     if isinstance(of.left, Quantized):
         return cast(_of_quantized(rows, of), of.like.dtype)
-    left, ordered, like, accumulate = ready(of.left), ready(of.ordered), of.like, of.accumulator is not None
+    left, ordered, like, accumulate = ready(of.left), ready(of.taken()), of.like, of.accumulator is not None
     dtype = torch.float32 if like.dtype == torch.float32 else left.dtype
     dw = torch.empty_like(like, dtype=dtype) if of.accumulator is None else of.accumulator
     # One product's gradient transposed is what the other makes.
@@ -203,14 +206,16 @@ def weight_gradient(rows: Addresses, of: OuterSum) -> Tensor:
 def _of_quantized(rows: Addresses, of: OuterSum) -> Tensor:
     """Some of a token's columns at a time, whose transpose takes at most 3/4 of the ordered rows': so a layer's peak is not
     above bf16's (docs/fp8.md, Memory)."""
-    left, like, width, f32 = of.left, of.like, width_of(of.ordered), of.like.dtype == torch.float32
+    left, like, ordered, f32 = of.left, of.like, of.taken(), of.like.dtype == torch.float32
+    width = width_of(ordered)
     d_model, length = left.values.shape[1], quantize.most_blocks(rows.num_rows, rows.num_experts) * quantize.BLOCK
-    dw = torch.empty_like(like, dtype=torch.float32 if f32 else torch.bfloat16)
     name = weight.UP if of.transposed else weight.DOWN
     before = like.new_empty(rows.num_experts + 1, dtype=torch.int32)
     quantize.launch_block_offsets(rows, before)
     turned = new_quantized(like, FP8.of_dw.scale, width, length)
-    quantize.launch_transpose(rows_in(of.ordered, width), rows, before, range(width), turned, gather=False)
+    quantize.launch_transpose(rows_in(ordered, width), rows, before, range(width), turned, gather=False)
+    del ordered  # before the gradient is allocated
+    dw = torch.empty_like(like, dtype=torch.float32 if f32 else torch.bfloat16)
     for columns in in_slices(d_model, 1 if f32 else -(-4 * d_model // (3 * width))):
         part = new_quantized(like, FP8.of_dw.scale, len(columns), length)
         quantize.launch_transpose(left, rows, before, columns, part, gather=True)
@@ -247,6 +252,12 @@ def quantized_tokens(t: Tensor, rows: Addresses, operand: Operand) -> Quantized:
     tokens = new_quantized(t, operand.scale, *t.shape)
     quantize.launch_rows(ready(t), rows, tokens)
     return tokens
+
+
+def plain_rows(record: Tensor, rows: Addresses, dtype: torch.dtype) -> Tensor:
+    out = record.new_empty(len(record), width_of(record), dtype=dtype)
+    quantize.launch_dequantize(_rows(ready(record)), rows, out)
+    return out
 
 
 quantize_weights = quantize.launch_weights

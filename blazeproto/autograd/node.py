@@ -8,7 +8,7 @@ Tokens come in chunks (`chunks.py`); a whole batch is one chunk. A step (`steps.
 Memory: a tensor is freed (``del``) right below the last line that reads it, before the next step allocates; what
 a step makes for itself, copies of weights and rows of the tokens' width, is gone when it returns. So H is freed before dX is
 made, or dH lies over it where nobody else can see H. In fp8 dW_3 is last, so that dH is freed before its transposed operands
-are made.
+are made; and dH and A' are freed once they are transposed.
 
 A compiler frees likewise, for it sees each step of a whole batch's backward as an operator of its own (`Operators`). Several
 chunks run in one operator, which sums their weight gradients in float32, in order; so does a batch whose rows an exchange
@@ -64,14 +64,15 @@ def backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, .
     """Procedure FusedBackward: a gradient for each argument of forward. ctx: the autograd node, or a `Batch` in an operator."""
     batch = ctx if isinstance(ctx, Batch) else _opened(ctx, d_out)  # 16: dY_out, W_1, W_2, W_3
     for steps in batch.chunks(d_out):
-        saved, last = steps.held.pop(), steps.call.quantized  # 22: Load A, B
+        saved, last = steps.held.pop(), steps.call.quantized and steps.needs.down_proj  # 22: Load A, B
         dh, a_scaled, d_scores, xa, *low = steps.down_backward(d_out, saved)  # 20-28, 4-9: dA, dB, with H again
+        dh, a_scaled = [dh], [a_scaled]  # 18, 29: lists, from which dW_1, dW_2 and dW_3 take them
         up_t = saved.up_t  # 30: W_1^T and W_2^T, where they are quantized
         del saved
         if not last:
             d_down = steps.down_gradients(d_out, a_scaled, *low)  # 18: dW_3
             del a_scaled, low
-        dx, dh_b = steps.up_backward(dh, up_t)  # 30: dX
+        dx, dh_b = steps.up_backward(dh[0], up_t)  # 30: dX
         del up_t
         d_up = steps.up_gradients(dh, dh_b, xa)  # 29: dW_1, dW_2
         del dh, dh_b, xa
@@ -208,6 +209,7 @@ class Operators:
     def run(self, name: str, *given: Any) -> list[Any]:
         """The tensors that a step makes, None for each that is not needed."""
         needs, wants = [bool(need) for need in self.needs], wanted(name, self.call, self.needs)
+        given = tuple(t.pop() if isinstance(t, list) else t for t in given)
         made = iter(step(name, needs, given, *pack(self.call)) if any(wants) else ())
         return [next(made) if want else None for want in wants]
 
@@ -221,8 +223,9 @@ def _step_fake(name: str, needs: Sequence[bool], given: Sequence[Tensor | None],
     for names, factor in ((("xa", "dh_b"), p.up_a), (("d_out_b", "act_a"), p.down_a)):
         widths |= dict.fromkeys(names, 0 if factor is None else factor.shape[1])
     wants = zip(MAKES[name], wanted(name, call, Parameters(*needs)), strict=True)
-    rows: Any = partial(new_rows, p.x) if call.quantized else p.x.new_empty
-    makers = {name: partial(rows, num_rows, width) for name, width in widths.items()}
+    makers: Any = {name: partial(p.x.new_empty, num_rows, width) for name, width in widths.items()}
+    if call.quantized:
+        makers |= {name: partial(new_rows, p.x, num_rows, widths[name]) for name in ("dh", "a_scaled")}
     return [makers[made]() if made in makers else torch.empty_like(getattr(p, made)) for made, want in wants if want]
 
 

@@ -155,9 +155,9 @@ def on_another_gpu(t: Tensor | None) -> bool:
     return t is not None and t.is_cuda and t.get_device() != torch.cuda.current_device()
 
 
-def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """``t.to(dtype)``, which takes a microsecond even if the dtype is right already."""
-    return t if t.dtype == dtype else t.to(dtype)
+def cast(t: Any, dtype: torch.dtype) -> Any:
+    """``t.to(dtype)``, which takes a microsecond even if the dtype is right already; None for None."""
+    return t if t is None or t.dtype == dtype else t.to(dtype)
 
 
 def ready(t: Tensor) -> Tensor:

@@ -115,9 +115,9 @@ class Options:
             lambda _, value: name_of(value),
             """what the products' operands are: "bf16", by which x's own dtype is meant, or "fp8" (e4m3 with scales), or
         "fp8_rollout" (a forward with vLLM's bits), or a `Recipe`, whose name it becomes. fp8 takes a gated activation whose
-        halves lie apart, d_model a multiple of 16 and d_expert one of 128, contiguous weights, combine="gather", and neither
-        biases nor factors nor save="paper" nor workspace_bytes. fp8_rollout takes multiples of 128, and weights stored as fp8 in
-        blocks of 128 x 128 too, which it multiplies as they are.
+        halves lie apart, d_model a multiple of 16 and d_expert one of 128, contiguous weights and combine="gather", and
+        refuses save="paper" and workspace_bytes. Low-rank factors are multiplied in bf16. fp8_rollout takes multiples of
+        128, and weights stored as fp8 in blocks of 128 x 128 too, which it multiplies as they are.
         docs/fp8.md has what is quantized how, docs/rollout.md what fp8_rollout is.""",
         ),
     )

@@ -55,16 +55,16 @@ def places(call: Any) -> Saved:
     p, how, num_rows = call.p, call.how, call.dispatch.expert_pair_indices.shape[0]
     if how.save == SavePolicy.RECOMPUTE:
         return Saved()
+    xa, act_a = (None if a is None else p.x.new_empty(num_rows, a.shape[1]) for a in (p.up_a, p.down_a))
     if call.quantized:
         shapes = (
             (len(p.down_proj), call.up_width, p.x.shape[1]),
             p.down_proj.shape,
         )  # up_proj may be the gate's rows alone
         weights = (new_weights(p.x, shape, 1) if how.keep_transposed else None for shape in shapes)
-        return Saved(new_rows(p.x, num_rows, call.up_width), None, None, None, *weights)
+        return Saved(new_rows(p.x, num_rows, call.up_width), None, xa, act_a, *weights)
     h = p.x.new_empty(num_rows, call.up_width)
     act = p.x.new_empty(num_rows, p.down_proj.shape[2]) if how.save == SavePolicy.PAPER else None
-    xa, act_a = (None if a is None else p.x.new_empty(num_rows, a.shape[1]) for a in (p.up_a, p.down_a))
     return Saved(h, act, xa, act_a)
 
 
@@ -100,7 +100,7 @@ def saved_bytes(
     row_capacity: as in `moe_mlp`; it bounds the rows of a whole batch.
     varying_pairs: P, the places for pairs where the number of experts per token varies; then top_k does not count, and
         ``pair_tokens`` and ``token_offsets`` are kept too.
-    up_rank, down_rank: of low-rank factors; 0 for none.  precision, keep_transposed: as in `moe_mlp`; fp8 has no factors.
+    up_rank, down_rank: of low-rank factors; 0 for none.  precision, keep_transposed: as in `moe_mlp`.
     trains_up: whether the up projection's weight or factor needs a gradient, which reads X.
 
     ValueError for an unknown policy, activation or precision, TypeError or ValueError for another value that does not fit.
@@ -116,16 +116,18 @@ def saved_bytes(
     boolean("trains_up", trains_up)
     one_of("save", save, [policy.value for policy in SavePolicy])
     policy, halves = SavePolicy(save), activation_named(activation).halves
-    of_row = d_expert * halves + padded_rank(up_rank) + padded_rank(down_rank)  # elements that go with H
-    of_row = 0 if policy is SavePolicy.RECOMPUTE else of_row + d_expert * (policy is SavePolicy.PAPER)
+    saves_h, of_h = policy is not SavePolicy.RECOMPUTE, d_expert * halves
+    of_row = padded_rank(up_rank) + padded_rank(down_rank)  # elements that go with H
     pairs = num_tokens * top_k if varying_pairs is None else varying_pairs
     rows = pairs if row_capacity is None or num_chunks > 1 else min(row_capacity, pairs)
     lists = 4 * (pairs + rows) + 4 * (num_experts + 1) * num_chunks
     if varying_pairs is not None:
         lists += 4 * (pairs + num_tokens + 1)
-    of_rows = itemsize * rows * of_row
-    if name_of(precision) != "bf16" and of_row:
-        copies = keep_transposed * (weight_bytes(d_model, of_row) + weight_bytes(d_expert, d_model))
-        of_rows = rows * row_bytes(of_row) + num_experts * copies
+    if name_of(precision) == "bf16":
+        of_row, copies = of_row + of_h + d_expert * (policy is SavePolicy.PAPER), 0
+    else:
+        copies = keep_transposed * (weight_bytes(d_model, of_h) + weight_bytes(d_expert, d_model))
+        copies = rows * row_bytes(of_h) + num_experts * copies
+    of_rows = saves_h * (itemsize * rows * of_row + copies)
     of_x = itemsize * num_tokens * d_model * (trains_up or policy is SavePolicy.RECOMPUTE)
     return of_x + of_rows + max(itemsize, 4) * pairs + lists

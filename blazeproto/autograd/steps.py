@@ -72,6 +72,11 @@ def _in_dtype(weight: Any, dtype: torch.dtype, *_: Any, **__: Any) -> Any:
     return weight if isinstance(weight, StoredWeight) else cast(weight, dtype)
 
 
+def _in_list(rows: Any) -> list[Any]:
+    """What `OuterSum.ordered` may be."""
+    return rows if isinstance(rows, list) else [rows]
+
+
 def _once(made: dict[int, Any], prepare: Any, weight: Tensor, *how: Any, **options: Any) -> Any:
     if id(weight) not in made:
         made[id(weight)] = prepare(weight, *how, **options)
@@ -103,24 +108,27 @@ class Steps:
         self.exchange: Any = EXCHANGES.get(call.how.exchange)
         self.needs, self.sums, self.overwrite_h = needs, sums, overwrite_h
         self.rows, self.dtype = backend.rows_of(chunk.dispatch), call.p.x.dtype
+        in_bf16 = (call.p.up_a, call.p.down_a, call.p.down_bias)  # which take tokens that are not quantized
+        self.sends_quantized = self.exchange and call.quantized and all(t is None for t in in_bf16)
         self.loaded: tuple[Any, Any] = None, None
         self.held: list[Saved] = []
         self.scores = take(call.p.scores, chunk.tokens)
         add_up = self.exchange and partial(self.exchange.add_up, call.beside.token_ranks)
         self.combined: Any = {"combine": call.how.options.combine, "add_up": add_up}
 
-    def load(self, t: Any, operand: Operand) -> Any:
+    def load(self, t: Any, operand: Operand, *, plain: bool = False) -> Any:
         """The tokens (T, d) whose rows are here, as products take them: a chunk's, or what an exchange brings, until it brings
-        another. In fp8 they are quantized before an exchange sends them, else in each call.  operand: what they are then."""
+        another. In fp8 they are quantized before an exchange sends them, else in each call; then ``loaded[1]`` is as they came,
+        for biases and low-rank factors.  operand: what they are, quantized.  plain: not quantized."""
         if self.loaded[0] is not t:
             here = take(t, self.chunk.tokens).contiguous()  # out.sum() delivers a gradient of stride 0
             if self.exchange:
-                sent = self.backend.quantized_tokens(here, self.rows, operand) if self.quantized else here
-                here = self.exchange.send(sent, self.call.beside.token_ranks)
+                here = self.backend.quantized_tokens(here, self.rows, operand) if self.sends_quantized else here
+                here = self.exchange.send(here, self.call.beside.token_ranks)
             self.loaded = t, here
-        if self.quantized and not self.exchange:
-            return self.backend.quantized_tokens(self.loaded[1], self.rows, operand)
-        return self.loaded[1]
+        if plain or not self.quantized or self.sends_quantized:
+            return self.loaded[1]
+        return self.backend.quantized_tokens(self.loaded[1], self.rows, operand)
 
     # ---- forward -------------------------------------------------------------------------------------------------
 
@@ -128,10 +136,9 @@ class Steps:
         """x as `load` gives it -> H, act and X A_up^T (R, r), in the places that ``saved`` has."""
         p, rows = self._joined() if self.needs else self.call.joined().p, self.chunk.rows
         weight = self.prepare(p.up_proj, self.dtype, self.rows, self.call.beside.up_kept, saved.up_t)
-        low = self._low(x, p.up_a, p.up_b, gather=True, out=take(saved.xa, rows))
-        step = BackendStep(
-            self.rows, weight, p.up_bias, low, activation=self.call.how.options.activation, recipe=self.call.recipe
-        )
+        low = self._low(self.loaded[1], p.up_a, p.up_b, gather=True, out=take(saved.xa, rows))
+        options: dict[str, Any] = {"activation": self.call.how.options.activation, "recipe": self.call.recipe}
+        step = BackendStep(self.rows, weight, cast(p.up_bias, self.dtype), low=low, **options)
         return *self.backend.up_forward(step, x, take(saved.h, rows), take(saved.act, rows)), low and low[0]
 
     def down(self, act: Tensor, out: Tensor | None, saved: Saved) -> Tensor:
@@ -140,7 +147,9 @@ class Steps:
         weight = self.prepare(p.down_proj, self.dtype, self.rows, self.call.beside.down_kept, saved.down_t)
         low = self._low(act, p.down_a, p.down_b, gather=False, out=take(saved.act_a, self.chunk.rows))
         out = torch.empty_like(p.x) if out is None else out
-        step = BackendStep(self.rows, weight, p.down_bias, low, self.scores, **self.combined)
+        step = BackendStep(
+            self.rows, weight, cast(p.down_bias, self.dtype), low=low, scores=self.scores, **self.combined
+        )
         over = self.call.how.save != SavePolicy.PAPER
         self.backend.down_forward(step, act, take(out, self.chunk.tokens), overwrite_act=over)
         return out
@@ -160,11 +169,12 @@ class Steps:
             act = act if self.backend.READS_ACT and not self.quantized else None
         if any(wants):
             d_out = self.load(d_out, self.call.recipe.d_out)
-            low = self._low(d_out, p.down_b, p.down_a, gather=True, transposed=True)
+            low = self._low(self.loaded[1], p.down_b, p.down_a, gather=True, transposed=True)
             kept = self.call.beside.down_kept if saved.down_t is None else saved.down_t
             weight = self.prepare(p.down_proj, self.dtype, self.rows, kept, transposed=True)
-            bias, activation = p.down_bias if needs.scores else None, self.call.how.options.activation
-            step, over = BackendStep(self.rows, weight, bias, low, self.scores, activation), self.overwrite_h or again
+            bias, activation = cast(p.down_bias, self.dtype) if needs.scores else None, self.call.how.options.activation
+            step = BackendStep(self.rows, weight, bias, self.loaded[1], low, self.scores, activation)
+            over = self.overwrite_h or again
             dh, d_scores, a_scaled = self.backend.down_backward_act(step, wants, d_out, h, act, overwrite_h=over)
         if needs.scores and self.sums:
             take(self.sums.scores, self.chunk.tokens).copy_(d_scores)
@@ -177,16 +187,16 @@ class Steps:
 
     def down_gradients(self, d_out: Tensor, a_scaled: Any, d_out_b: Any, act_a: Any) -> tuple[Any, ...]:
         """-> dW_down, and of its bias and factors."""
-        needs = self.needs
-        wants = needs.down_proj or needs.down_bias or needs.down_b
-        tokens = self.load(d_out, self.call.recipe.d_out) if wants else None
-        self.loaded = None, None
-        return (
-            self._outer("down_proj", tokens, a_scaled, gather=True, transposed=False),
-            self._bias("down_bias", tokens, self.scores),
-            self._outer("down_a", a_scaled, d_out_b, gather=False, transposed=True),
-            self._outer("down_b", tokens, act_a, gather=True, transposed=False),
+        needs, tokens, a_scaled = self.needs, None, _in_list(a_scaled)
+        if needs.down_proj or needs.down_bias or needs.down_b:
+            tokens = self.load(d_out, self.call.recipe.d_out, plain=not needs.down_proj)
+        plain, self.loaded = self.loaded[1], (None, None)
+        others = (
+            self._bias("down_bias", plain, self.scores),
+            self._outer("down_a", a_scaled[0], d_out_b, gather=False, transposed=True),
+            self._outer("down_b", plain, act_a, gather=True, transposed=False),
         )
+        return self._outer("down_proj", tokens, a_scaled, gather=True, transposed=False), *others
 
     def up_backward(self, dh: Any, up_t: Tensor | None) -> tuple[Any, Any]:
         """-> dX (T, d), dH B_up (R, r)."""
@@ -198,18 +208,20 @@ class Steps:
             kept = self.call.beside.up_kept if up_t is None else up_t
             weight = self.prepare(p.up_proj, self.dtype, self.rows, kept, transposed=True)
             dx = torch.empty_like(p.x) if self.sums is None else take(self.sums.x, self.chunk.tokens)
-            self.backend.up_backward_act(BackendStep(self.rows, weight, None, low, **self.combined), dh, dx)
+            self.backend.up_backward_act(BackendStep(self.rows, weight, low=low, **self.combined), dh, dx)
         return dx, low and low[0]
 
     def up_gradients(self, dh: Any, dh_b: Any, xa: Any) -> tuple[Any, ...]:
         """-> dW_up, and of its bias and factors."""
-        x = self.load(self.call.p.x, self.call.recipe.x_of_dw) if self.needs.up_proj or self.needs.up_a else None
-        return (
-            self._outer("up_proj", x, dh, gather=True, transposed=True),
-            self._bias("up_bias", dh, None),
-            self._outer("up_a", x, dh_b, gather=True, transposed=True),
-            self._outer("up_b", dh, xa, gather=False, transposed=False),
+        needs, x, dh = self.needs, None, _in_list(dh)
+        if needs.up_proj or needs.up_a:
+            x = self.load(self.call.p.x, self.call.recipe.x_of_dw, plain=not needs.up_proj)
+        others = (
+            self._bias("up_bias", dh[0], None),
+            self._outer("up_a", self.loaded[1], dh_b, gather=True, transposed=True),
+            self._outer("up_b", dh[0], xa, gather=False, transposed=False),
         )
+        return self._outer("up_proj", x, dh, gather=True, transposed=True), *others
 
     # ---- what they are made of -----------------------------------------------------------------------------------
 
@@ -217,8 +229,12 @@ class Steps:
         """The rows (R, r) that one low-rank factor makes of rows or tokens, and the factor that they meet; None without."""
         if factor is None:
             return None
-        how = {"transposed": False, **how}
+        how, a = {"transposed": False, **how}, self._plain(a)
         return self.backend.low_rank_rows(a, cast(factor, self.dtype), self.rows, **how), cast(other, self.dtype)
+
+    def _plain(self, rows: Any) -> Any:
+        """Rows in x's dtype, for biases and low-rank factors."""
+        return self.backend.plain_rows(rows, self.rows, self.dtype) if rows.dtype == torch.uint8 else rows
 
     def _joined(self) -> Parameters:
         """In backward, where gate and up are two, joined once."""
@@ -230,14 +246,16 @@ class Steps:
         if not getattr(self.needs, name):
             return None
         p, accumulator = self._joined() if name == "up_proj" else self.call.p, self.sums and getattr(self.sums, name)
-        of = OuterSum(left, ordered, getattr(p, name), accumulator, gather, transposed, name.endswith(("_a", "_b")))
+        factor = name.endswith(("_a", "_b"))
+        left = self._plain(left) if factor else left
+        of = OuterSum(left, ordered, getattr(p, name), accumulator, gather, transposed, factor)
         return self.backend.weight_gradient(self.rows, of)
 
     def _bias(self, name: str, values: Any, scores: Tensor | None) -> Any:
         if not getattr(self.needs, name):
             return None
         p, accumulator = self.call.p, self.sums and getattr(self.sums, name)
-        made = self.backend.expert_row_sum(values, len(p.down_proj), self.rows, scores, accumulator)
+        made = self.backend.expert_row_sum(self._plain(values), len(p.down_proj), self.rows, scores, accumulator)
         return made if self.sums else cast(made, getattr(p, name).dtype)
 
 

@@ -66,7 +66,7 @@ def up_forward(step: BackendStep, x: Tensor, h: Tensor | None, act: Tensor | Non
 
 def down_forward(step: BackendStep, act: Tensor, out: Tensor, *, overwrite_act: bool) -> None:
     """All kinds of combine are one here, and ``act`` is not written over."""
-    _add_up(step, _linear(step, _plain(act, out.dtype), _plain_weight(step, out.dtype)), out)
+    _add_up(step, _linear(step, plain_rows(act, step.rows, out.dtype), _plain_weight(step, out.dtype)), out)
 
 
 def down_backward_act(
@@ -74,14 +74,14 @@ def down_backward_act(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """``act`` is used where it was saved, else made again from ``h``, which is not written over."""
     rows, scores, stored = step.rows, step.scores, h
-    h, weight = _plain(h, d_out.dtype), _plain_weight(step, d_out.dtype, transposed=True)
+    h, weight = plain_rows(h, rows, d_out.dtype), _plain_weight(step, d_out.dtype, transposed=True)
     wanted = [name for name, need in zip(("dh", "d_scores", "a_scaled"), needs, strict=True) if need]
     call: dict[str, Any] = {"down_proj": weight, "h": h, "scores": scores, "act": act, "low": step.low}
     made = outputs(down_backward.SPEC, rows, h.dtype, d_out=d_out, activation=step.activation, needs=wanted, **call)
     dh, a_scaled, d_scores = made
     if d_scores is not None:
         if step.bias is not None:
-            d_scores += outputs(reduce.SCORE_GRAD, rows, h.dtype, d_out=d_out, down_bias=step.bias)
+            d_scores += outputs(reduce.SCORE_GRAD, rows, h.dtype, d_out=step.unquantized, down_bias=step.bias)
         d_scores = d_scores.reshape(scores.shape)
     if stored is not h:
         dh, a_scaled = (None if made is None else _record_of(made) for made in (dh, a_scaled))
@@ -91,11 +91,11 @@ def down_backward_act(
 def up_backward_act(step: BackendStep, dh: Tensor, dx: Tensor) -> None:
     """All kinds of combine are one here."""
     weight = _plain_weight(step, dx.dtype, transposed=True)
-    _add_up(step, _linear(step, _plain(dh, dx.dtype), weight, transposed=True), dx)
+    _add_up(step, _linear(step, plain_rows(dh, step.rows, dx.dtype), weight, transposed=True), dx)
 
 
 def weight_gradient(rows: Dispatch, of: OuterSum) -> Tensor:
-    like, accumulator, ordered = of.like, of.accumulator, _plain(of.ordered, of.left.dtype)
+    like, accumulator, ordered = of.like, of.accumulator, plain_rows(of.taken(), rows, of.left.dtype)
     m = Torch(rows, like.dtype if accumulator is None else accumulator.dtype)
     if of.transposed == like.is_contiguous():  # it is made as it lies
         made = weight.up_formula(m, ordered, of.left, gather=of.gather)
@@ -160,11 +160,11 @@ def _plain_weight(step: BackendStep, dtype: torch.dtype, *, transposed: bool = F
     return made.mT.contiguous() if transposed else made
 
 
-def _plain(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers of rows, which may be a record."""
-    if rows.dtype != torch.uint8:
-        return rows
-    return from_e4m3(torch, rows_in(rows, width_of(rows)), FP8.h.scale).to(dtype)  # type: ignore[no-any-return]
+def plain_rows(record: Tensor, rows: Dispatch, dtype: torch.dtype) -> Tensor:
+    """What is no record stays as it is."""
+    if record.dtype != torch.uint8:
+        return record
+    return from_e4m3(torch, rows_in(record, width_of(record)), FP8.h.scale).to(dtype)  # type: ignore[no-any-return]
 
 
 def _record_of(rows: Tensor, place: Tensor | None = None, operand: Operand = FP8.h) -> Tensor:

@@ -79,7 +79,7 @@ SPEC = Specification(
         Array("d_out", "T d", fetched=True),
         Array("h", "R h"),
         Array("scores", "P", "float32"),
-        *low_rank("E r n", transposed="E n r"),
+        *low_rank("E r n", transposed="E n r", quantized="E n r"),
     ),
     outputs=(
         Array("dh", "R h", over="h", tile=by_tile),
@@ -118,7 +118,8 @@ def down_backward_act(
 
     dA' = d_out[token] W_down; d_scores = ⟨dA', act⟩, which spares keeping Y; dh is the gradient S dA' of act, through f.
     activation: a name of `blazeproto.activations`.  transposed: down_proj is (E, n, d), read as it lies.
-    low: rows (R, r) and factor (E, r, n), with ``transposed`` (E, n, r), both bf16: dA' gets rows factor too, as of LoRA.
+    low: rows (R, r) and factor (E, r, n), with ``transposed`` or quantized operands (E, n, r), both bf16: dA' gets rows factor
+    too, as of LoRA.
     workspace: (score_partials(n), R) fp32; made where it is not given.
 
     config: tiles; default: `tiles.chosen` picks them.  stream: a raw cudaStream_t; default: the caller's current one. Outputs
@@ -142,7 +143,8 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
     """With tiles that are 256 wide and not deferred.  variant: activation, transposed, rank, element."""
     macros = activation_named(variant.activation).macros
     if variant.element is E4M3:
-        return quantized_kernel("down_backward_fp8.cu", "down_backward_fp8", config, build, macros, arch=variant.arch)
+        macros = {**macros, "HAS_BIAS": 0}
+        return quantized_kernel("down_backward_fp8.cu", "down_backward_fp8", config, build, macros, variant)
     config = config or table_of(variant.arch)["down_backward_act"]
     # A stage holds gate, up and A' of 64 hidden units; dA' stays in the accumulators, beside which nothing can be deferred.
     fits = config.tile_n == 256 and not config.deferred
@@ -241,7 +243,7 @@ DOWN_BACKWARD_ACT = Product(
     kernels=lambda: [
         *(kernel(None, variant) for variant in VARIANTS),
         *map(kernel, CANDIDATES["down_backward_act"]),
-        kernel(None, Variant(element=E4M3)),
+        *(kernel(None, variant) for variant in variants(element=[E4M3], rank=(0, 16))),
     ],
     parts=lambda sizes, config, variant, build: [
         kernel(config, variant, build),

@@ -21,6 +21,7 @@ from blazeproto.gemm.product import (
     BOTH,
     PACKAGE,
     PLAIN,
+    QUANTIZED_VARIANTS,
     SHAPES,
     Build,
     Product,
@@ -156,7 +157,7 @@ def down_forward(
     """y = act W_down^T (+ bias). MoEBlaze Algorithm 1, line 10; SonicMoE Algorithm 2.
 
     act (R, n), down_proj (E, d, n), bias (E, d) or None, all bf16, and a dispatch of E experts → y (R, d) bf16. Or act and
-    down_proj `Quantized`, columns in multiples of 128, no bias.
+    down_proj `Quantized`, columns in multiples of 128.
 
     columns: as `grouped_mm`. y may be act itself where d = n is at most a tile's width (``config.tile_n``).
 
@@ -240,9 +241,7 @@ def of_dx(up: Variant) -> Variant:
 def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
     """variant: gather, transposed, bias, fused, scores, rank, element."""
     if variant.element is E4M3:
-        return quantized_kernel(
-            "linear.cu", "linear", config, build, {"FUSED_COMBINE": 0}, gather=False, arch=variant.arch
-        )
+        return quantized_kernel("linear.cu", "linear", config, build, {"FUSED_COMBINE": 0}, variant, gather=False)
     return tiled_kernel(
         "linear.cu",
         "linear",
@@ -331,7 +330,7 @@ DOWN_FORWARD = Product(
             *every(CANDIDATES["up_backward_act"], variants(transposed=[True], bias=[True])),
             *every([None], variants(transposed=BOTH, rank=(16, 32, 48, 64))),
             *every([FACTOR_ROWS], variants(gather=BOTH, transposed=BOTH)),
-            (None, Variant(element=E4M3)),
+            *every([None], QUANTIZED_VARIANTS),
         )
     ],
     variants=(*variants(gather=BOTH, transposed=BOTH, bias=BOTH), *variants(gather=BOTH, transposed=BOTH, rank=[16])),

@@ -87,7 +87,7 @@ class Variant(NamedTuple):
     @property
     def low_rank(self) -> int:
         """LOW_RANK of a kernel: the wgmma in the last of the stages that the factors take; in full stages all."""
-        return min(-(-self.rank // self.element.k), BK // self.element.k)
+        return min(-(-self.rank // BF16.k), BK // BF16.k)
 
 
 class Build(NamedTuple):
@@ -105,6 +105,9 @@ def variants(**options: Iterable[Any]) -> list[Variant]:
     """One for every combination of values of these fields."""
     return [Variant(**dict(zip(options, values, strict=True))) for values in every(*options.values())]
 
+
+QUANTIZED_VARIANTS = (*variants(element=[E4M3], bias=BOTH), *variants(element=[E4M3], bias=BOTH, rank=[16]))
+"""Those of `all_kernels`, of quantized rows times weights."""
 
 _edited: list[tuple[str, Path]] = []  # product, sources: the last one of a product holds
 _alone: ContextVar[Mapping[str, Build] | None] = ContextVar("builds", default=None)
@@ -339,13 +342,19 @@ def quantized_kernel(
     config: TileConfig | None,
     build: Build,
     macros: Mapping[str, int | str],
+    variant: Variant,
     *,
     gather: bool = True,
     floats: bool = False,
-    arch: Arch = HOPPER,
 ) -> Kernel:
-    """`tiled_kernel` of quantized operands. gather: whether it takes tokens, and quantizes the rows that it makes; else it takes
-    operands in blocks.  floats: whether tokens have float32 scales, in blocks too."""
-    options = {"B_MN": 0, "HAS_BIAS": 0, "FP8": 1, "GATHER": gather, "BLOCK_SCALES": floats or not gather}
-    of, every_macro = config or QUANTIZED, {**options, "PAIRED_ROWS": gather, **macros}
-    return tiled_kernel(file, entry, of, build, tails=gather, widths=(256,), arch=arch, **every_macro)  # type: ignore[arg-type]
+    """`tiled_kernel` of quantized operands.  variant: bias, rank, arch.  gather: whether it takes tokens, and quantizes the rows
+    that it makes; else it takes operands in blocks.  floats: whether tokens have float32 scales, in blocks too."""
+    operands = {
+        "B_MN": 0,
+        "HAS_BIAS": int(variant.bias),
+        "FP8": 1,
+        "GATHER": gather,
+        "BLOCK_SCALES": floats or not gather,
+    }
+    how: dict[str, Any] = {**operands, "PAIRED_ROWS": gather, "low_rank": variant.low_rank, "arch": variant.arch}
+    return tiled_kernel(file, entry, config or QUANTIZED, build, tails=gather, widths=(256,), **how | {**macros})

@@ -8,6 +8,7 @@ from blazeproto.dispatch.structures import Addresses
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.e4m3 import BLOCK, Quantized, blocks
 from blazeproto.gemm.product import build_of
+from blazeproto.gemm.tiles import ALIGNMENT
 from blazeproto.runtime import driver
 
 THREADS = 128  # of a block that quantizes rows
@@ -25,7 +26,7 @@ def kernels(*, floats: bool = False) -> list[Kernel]:
     of_weights = ("quantize_weights", "refresh_weights", "refresh_weights_f32")
     return [
         *(kernel(entry, floats=floats) for entry in ("quantize_rows", *of_weights)),
-        *map(kernel, ("note_changes", "note_changes_f32", *(("quantize_rows",) if floats else ()))),
+        *map(kernel, ("note_changes", "note_changes_f32", "dequantize_rows", *(("quantize_rows",) if floats else ()))),
         *transposing(),
     ]
 
@@ -55,6 +56,14 @@ def launch_rows(x: Any, at: Addresses, out: Quantized) -> None:
     if count:
         floats = len(out.scales.shape) == 2
         _launch("quantize_rows", at, (count, 1), THREADS, x.data_ptr(), *_at(out), width, floats=floats)
+
+
+def launch_dequantize(rows: Quantized, at: Addresses, out: Any) -> None:
+    """rows (R, width), scales (width / 128, R) -> out (R, width) bf16."""
+    count, width = rows.values.shape
+    if count:
+        blocks_of_threads = -(-count * width // (THREADS * ALIGNMENT))
+        _launch("dequantize_rows", at, (blocks_of_threads, 1), THREADS, *_at(rows), out.data_ptr(), count, width)
 
 
 def launch_weights(

@@ -77,7 +77,7 @@ def kernel_for(
     if low_rank:
         variant["rank"] = low_rank * BF16.k
     entry, element = products[name], products[name].element_of(precision)
-    options = [each for each in entry.options if not element.scales or each in ("activation", "f32")]
+    options = [each for each in entry.options if not element.scales or each not in ("gather", "transposed")]
     if unknown := variant.keys() - {*options}:
         raise TypeError(f"{name}: expected of {', '.join(options)}, got {', '.join(sorted(unknown))}")
     variant |= {"element": element, "floats": RECIPES[name_of(precision)].floats}
@@ -116,7 +116,9 @@ def all_kernels() -> list[Kernel]:
     return list(kernels_by_use())
 
 
-def quantized_kernels(activation: str = "swiglu", precision: str | Recipe = "fp8") -> list[Kernel]:
+def quantized_kernels(
+    activation: str = "swiglu", precision: str | Recipe = "fp8", *, up_bias: bool = False, down_bias: bool = False
+) -> list[Kernel]:
     """Those of the products that a layer of quantized operands launches."""
     every = variants(activation=[activation], element=[E4M3], f32=BOTH, floats=[RECIPES[name_of(precision)].floats])
     entries = [entry for entry in PRODUCTS.values() if E4M3 in entry.elements]
@@ -124,7 +126,9 @@ def quantized_kernels(activation: str = "swiglu", precision: str | Recipe = "fp8
         kernel
         for entry in entries
         for each in every
-        for kernel in entry.for_layer(Sizes(0, BLOCK, BLOCK, 1, 1), each, each)
+        for kernel in entry.for_layer(
+            Sizes(0, BLOCK, BLOCK, 1, 1), each._replace(bias=up_bias), each._replace(bias=down_bias)
+        )
     )
     return [*dict.fromkeys(launched)]
 
@@ -191,7 +195,8 @@ def prepare(
     down = up._replace(bias=down_bias, fused=fused)
     wanted = dict.fromkeys(kernel for entry in PRODUCTS.values() for kernel in entry.for_layer(sizes, up, down))
     if (recipe := RECIPES[name_of(precision)]).element.scales:
-        wanted |= dict.fromkeys((*quantize.kernels(floats=recipe.floats), *quantized_kernels(activation, precision)))
+        of_layer = quantized_kernels(activation, precision, up_bias=up_bias, down_bias=down_bias)
+        wanted |= dict.fromkeys((*quantize.kernels(floats=recipe.floats), *of_layer))
     made = compile_many(wanted, jobs)
     if device is not None:
         for kernel in made:

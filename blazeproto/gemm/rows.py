@@ -84,14 +84,14 @@ def rows_plan(
     blocks_at_most = num_rows // BM + min(num_experts, num_rows)
     maps: tuple[Box | None, ...] = (
         None if variant.gather else dense_box((reduction, num_rows), (BK, BM), element),
-        _paired_box(shape, tile_columns, halves, element)
-        if paired
-        else _weight_box(lying, of_map, tile_columns, mn_major, halves, of_weights, config.cluster),
+        _weight_box(lying, of_map, tile_columns, mn_major, halves, of_weights, config.cluster, paired=paired),
         h,
         out0,
         out1,
-        dense_box((rank, num_rows), (BK, BM), element) if rank else None,
-        _weight_box(factor, columns, tile_columns, mn_major, halves, element, config.cluster) if rank else None,
+        dense_box((rank, num_rows), (BK, BM)) if rank else None,
+        _weight_box(factor, columns, tile_columns, mn_major, halves, BF16, config.cluster, paired=paired)
+        if rank
+        else None,
     )
     numbers: tuple[int, ...] = (num_rows, num_experts, reduction, columns, width if biased else 0, rank)
     grid = persistent_grid(device, config.cluster, blocks_at_most * -(-columns // tile_columns))
@@ -119,9 +119,14 @@ def _weight_box(
     halves: int,
     element: Element,
     cluster: int,
+    *,
+    paired: bool,
 ) -> Box:
     """shape: as the weights lie.  columns: output columns of this launch, from the map's address on.
-    halves: 2 where such columns are gate, and as many up columns belong to them.  cluster: of how many CTAs."""
+    halves: 2 where such columns are gate, and as many up columns belong to them.  cluster: of how many CTAs.
+    paired: of all columns, the even ones of 16 before the odd ones."""
+    if paired:
+        return _paired_box(shape, tile_columns, halves, element)
     experts, outer, inner = shape
     matrix, expert = element.bytes * inner, element.bytes * inner * outer  # strides
     half = columns * (element.bytes if mn_major else matrix) if halves == 2 else expert

@@ -34,9 +34,10 @@ def by_tile(config: TileConfig, halves: int) -> tuple[int, int]:
     return BM, config.tile_n
 
 
-def low_rank(shape: str, transposed: str) -> tuple[Array, Array]:
+def low_rank(shape: str, transposed: str, quantized: str = "") -> tuple[Array, Array]:
     """The inputs of a public function's ``low``: rows, and a factor of this shape."""
-    return Array(LOW[0], "R r", optional=True), Array(LOW[1], shape, transposed=transposed, optional=True)
+    factor = Array(LOW[1], shape, transposed=transposed, quantized=quantized, optional=True)
+    return Array(LOW[0], "R r", optional=True), factor
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,8 @@ class Specification:
                 raise TypeError(
                     f"{array.name}: expected a Quantized, as other operands are, got {type(value).__name__}"
                 )
-        for name in ("bias", "low", "transposed"):
-            if call.get(name) is not None and call[name] is not False:
-                raise ValueError(f"{name}: expected none with quantized operands, got {call[name]!r}")
+        if call.get("transposed"):
+            raise ValueError("transposed: expected False with quantized operands, got True")
         activation = activation_named(call.get("activation", "swiglu"))
         if not activation.gated or activation.layout != "HALVES":
             expected = "one whose gate and up are halves of H, with quantized operands"
@@ -155,7 +155,9 @@ class Specification:
                 if self.shape_in(array, call)[0] == "R" and value is not None:
                     taken[array.name] = value[: len(m.pairs)]
             if call.get("low") is not None:
-                taken["low"] = (call["low"][0][: len(m.pairs)], call["low"][1])
+                rows, factor = call["low"]
+                turned = self.inputs[-1].quantized and self.element(call) is E4M3
+                taken["low"] = rows[: len(m.pairs)], factor.swapaxes(1, 2) if turned else factor
             values = self.formula(m, **{name: taken[name] for name in names if name in taken})
             for array, value in zip(self.outputs, values if isinstance(values, tuple) else (values,), strict=True):
                 self._store(array, value, given, call, stored)

@@ -14,6 +14,7 @@ from blazeproto.gemm.product import (
     BOTH,
     PACKAGE,
     PLAIN,
+    QUANTIZED_VARIANTS,
     SHAPES,
     TRANSPOSED,
     Build,
@@ -91,8 +92,7 @@ def up_forward(
     """h = x[token] W_up^T (+ bias), act = f(gate) up. MoEBlaze Algorithm 1, lines 3-9; SonicMoE Algorithm 2.
 
     x (T, d), up_proj (E, G n, d), bias (E, G n) or None, all bf16, and a dispatch of E experts → h (R, G n), act (R, n), both
-    bf16. Or x and up_proj `Quantized` (recipe.py), d a multiple of 16, n of 128, gate and up halves of H, neither bias nor
-    low → h and act likewise.
+    bf16. Or x and up_proj `Quantized` (recipe.py), d a multiple of 16, n of 128, gate and up halves of H → h and act likewise.
 
     activation: a name of `blazeproto.activations`; G is 2 where it has a gate, else 1. act is computed from h as stored.
     transposed: up_proj is (E, d, G n), read as it lies.
@@ -109,9 +109,7 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
     """variant: activation, transposed, bias, rank, element, floats."""
     macros = activation_named(variant.activation).macros
     if variant.element is E4M3:
-        return quantized_kernel(
-            "up_fp8.cu", "up_forward_fp8", config, build, macros, floats=variant.floats, arch=variant.arch
-        )
+        return quantized_kernel("up_fp8.cu", "up_forward_fp8", config, build, macros, variant, floats=variant.floats)
     config = config or table_of(variant.arch)["up_forward"]
     return tiled_kernel(
         "up.cu",
@@ -205,7 +203,7 @@ UP_FORWARD = Product(
     kernels=lambda: [
         *(kernel(None, variant) for variant in VARIANTS),
         *map(kernel, CANDIDATES["up_forward"]),
-        *(kernel(None, variant) for variant in variants(element=[E4M3], floats=BOTH)),
+        *(kernel(None, each._replace(floats=floats)) for each in QUANTIZED_VARIANTS for floats in (False, True)),
     ],
     variants=VARIANTS,
     in_layer=lambda sizes, up, down: [

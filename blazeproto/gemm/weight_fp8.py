@@ -27,9 +27,8 @@ PARAMS = Params(
 def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
     """variant: f32, arch."""
     macros = {"TRANSPOSED": 0, "OUT_F32": variant.f32}
-    return quantized_kernel(
-        "weight_fp8.cu", "weight_gradient_fp8", config, build, macros, gather=False, arch=variant.arch
-    )
+    variant = Variant(arch=variant.arch)
+    return quantized_kernel("weight_fp8.cu", "weight_gradient_fp8", config, build, macros, variant, gather=False)
 
 
 @lru_cache(maxsize=SHAPES)

@@ -241,7 +241,7 @@ def experts_forward(
         top_k_weights: (T, K) the router's scores, any floating dtype.
         low_rank: factors of the up and the down weight, a (E, r, in) and b (E, out, r),
             in and out in the module's order, E experts of all ranks. For experts that run in place.
-        precision: as in `moe_mlp`, for experts that run in place, without factors.
+        precision: as in `moe_mlp`, for experts that run in place.
         backend: as in `moe_mlp`, for experts that run in place.
 
     Returns:
@@ -264,7 +264,7 @@ def experts_forward(
         "num_experts": getattr(experts, "num_experts", len(down)),
         "up_bias": up_bias,
         "down_bias": down_bias,
-        "options": Options(str(activation_of(experts)), backend=backend, precision="bf16" if low_rank else precision),
+        "options": Options(str(activation_of(experts)), backend=backend, precision=precision),
         "up_factors": own_factors(up_factors, experts),
         "down_factors": own_factors(down_factors, experts),
     }
@@ -336,7 +336,8 @@ def register(*, precision: str | Recipe = "bf16", storage: str | None = None, ba
     """Give transformers the experts implementation "blazeproto". Once a process, before a model is made; again is harmless.
 
     Then ``from_pretrained(..., experts_implementation="blazeproto")``, or ``model.set_experts_implementation("blazeproto")``.
-    Hugging Face transformers, ``integrations/moe.py``.  precision: of all such experts, see docs/fp8.md; LoRA's have bf16's.
+    Hugging Face transformers, ``integrations/moe.py``.
+    precision: of all such experts, see docs/fp8.md; the products of LoRA's factors are bf16.
     storage: "mxfp4" loads gpt-oss's MXFP4 checkpoints as their bytes lie (docs/stored.md); None leaves them to transformers.
     backend: of experts that run in place, as in `moe_mlp`.
 

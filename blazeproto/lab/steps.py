@@ -234,6 +234,11 @@ def _product(s: LayerCall, call: Call, phase: str, name: str, keeps: tuple[Traff
     added = [array(*named, made=True) for named in call.made.items() if named[1].added and named[0] in MADE_BEFORE]
     sizes = s.sizes._replace(K=s.rows / max(s.sizes.T, 1))  # type: ignore[arg-type]  # K in the mean
     step = Step(phase, name, (*reads, *added), tuple(writes), PRODUCTS[call.product].operations(sizes), keeps)
+    if s.in_fp8 and "dh" in call.inputs and not quantized:
+        rows = (reads[0]._replace(scale=FP8.dh.scale),)
+        yield replace(
+            step, name=f"dequantize {rows[0].name}", reads=(*stored(rows),), writes=(reads[0],), operations=0.0
+        )
     yield from _in_fp8(s, step) if quantized else (step,)
 
 

@@ -24,7 +24,7 @@ from blazeproto.gemm import quantize, registry, weight_fp8
 from blazeproto.gemm.e4m3 import scale_of
 from blazeproto.gemm.product import Variant
 from blazeproto.gemm.registry import quantized_kernels
-from tests.autograd.cases import assert_same_bits
+from tests.autograd.cases import NAMES, assert_same_bits
 from tests.refusals import refuses
 
 SIZES = (37, 144, 256, 5, 3)
@@ -51,35 +51,55 @@ def rounded(values: Tensor, *grouped: int, group: int = 128, floats: bool = Fals
 
 def formula(case, precision: str | Recipe = "fp8") -> list[Tensor]:
     """Output and gradients, expert by expert, in float64, of what docs/fp8.md says is quantized."""
-    x, up, down, scores, d_out = (
-        t.detach() for t in (case.x, case.gate_up_proj, case.down_proj, case.scores, case.d_out)
-    )
+    tensors = {name: t.detach() for name, t in case.trained.items()}
+    x, up, down, scores = (tensors[name] for name in ("x", "gate_up_proj", "down_proj", "scores"))
+    (E, d, n), d_out = down.shape, case.d_out
+    absent = {"up_bias": (E, 2 * n), "down_bias": (E, d), "up_a": (E, 1, d), "up_b": (E, 2 * n, 1)}
+    absent |= {"down_a": (E, 1, n), "down_b": (E, d, 1)}
+    t = {name: torch.zeros(shape, dtype=x.dtype) for name, shape in absent.items()} | tensors
+    grad = {name: torch.zeros_like(each) for name, each in t.items()}
     of_token = {"group": x.shape[1]}
     xq, gq, floats = rounded(x, 1, **of_token), rounded(d_out, 1, **of_token), {"floats": precision == "fp8_rollout"}
     x_up = rounded(x, 1, **floats) if floats["floats"] else xq
     up_q, down_q = rounded(up, 1, 2, **floats), rounded(down, 1, 2, **floats)
-    out, dx, d_up, d_down, d_scores = map(torch.zeros_like, (x, x, up, down, scores))
-    for expert in range(len(up)):
-        token, slot = (case.topk_experts == expert).nonzero().unbind(1)
-        s = scores[token, slot, None]
-        made = x_up[token] @ up_q[expert].T
+    out = torch.zeros_like(x)
+    for e in range(E):
+        token, slot = (case.topk_experts == e).nonzero().unbind(1)
+        s, xa, dob = scores[token, slot, None], x[token] @ t["up_a"][e].T, d_out[token] @ t["down_b"][e]
+        made = x_up[token] @ up_q[e].T + xa @ t["up_b"][e].T + t["up_bias"][e]
         h = rounded(made, 1)
         act = rounded(silu(made.chunk(2, 1)[0]) * made.chunk(2, 1)[1], 1, **floats)
-        out.index_add_(0, token, s * (act @ down_q[expert].T))
-        d_act, (gate, linear) = gq[token] @ down_q[expert], h.chunk(2, 1)
+        act_a = act @ t["down_a"][e].T
+        out.index_add_(0, token, s * (act @ down_q[e].T + act_a @ t["down_b"][e].T + t["down_bias"][e]))
+        d_act, (gate, linear) = gq[token] @ down_q[e] + dob @ t["down_a"][e], h.chunk(2, 1)
         sigmoid = gate.sigmoid()
-        d_scores[token, slot] = (d_act * silu(gate) * linear).sum(1)
+        grad["scores"][token, slot] = (d_act * silu(gate) * linear).sum(1) + d_out[token] @ t["down_bias"][e]
         slope = sigmoid * (1 + gate * (1 - sigmoid))
         dh = rounded(torch.cat((s * d_act * linear * slope, s * d_act * silu(gate)), 1), 1)
-        d_down[expert] = gq[token].T @ rounded(s * silu(gate) * linear, 1)
-        d_up[expert] = dh.T @ xq[token]
-        dx.index_add_(0, token, dh @ up_q[expert])
-    return [out, dx, d_up, d_down, d_scores]
+        a_scaled = rounded(s * silu(gate) * linear, 1)
+        dhb = dh @ t["up_b"][e]
+        grad["x"].index_add_(0, token, dh @ up_q[e] + dhb @ t["up_a"][e])
+        of_rows = {"gate_up_proj": (dh, xq[token]), "up_a": (dhb, x[token]), "up_b": (dh, xa)}
+        of_rows |= {"down_proj": (gq[token], a_scaled), "down_a": (dob, a_scaled), "down_b": (d_out[token], s * act_a)}
+        for name, (left, right) in of_rows.items():
+            grad[name][e] = left.T @ right
+        grad["up_bias"][e], grad["down_bias"][e] = dh.sum(0), (s * d_out[token]).sum(0)
+    return [out, *(grad[name] for name in case.trained)]
 
 
+BESIDE: dict[str, dict[str, Any]] = {
+    "weights alone": {},
+    "biases": {"bias": True},
+    "factors": {"factors": "both", "rank": 5},
+    "biases and factors of up": {"bias": True, "factors": "up"},
+    "biases and factors of down": {"bias": True, "factors": "down", "rank": 80},
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
 @pytest.mark.parametrize("precision", ["fp8", Recipe()])
-def test_it_is_the_formula(make_case, precision):
-    case = make_case(*SIZES, sentinels=True, idle=(2,))
+def test_it_is_the_formula(make_case, precision, beside):
+    case = make_case(*SIZES, sentinels=True, idle=(2,), **BESIDE[beside])
     torch.testing.assert_close(case.run(precision=precision), formula(case), rtol=1e-10, atol=1e-10)
 
 
@@ -88,15 +108,16 @@ def test_no_tokens(make_case):
     assert [tuple(t.shape) for t in case.run(precision="fp8")] == [tuple(t.shape) for t in (case.x, *case.parameters)]
 
 
-def test_recomputing_gives_the_same(make_case):
-    case = make_case(*SIZES, dtype=torch.bfloat16, varying=True)
+@pytest.mark.parametrize("beside", BESIDE)
+def test_recomputing_gives_the_same(make_case, beside):
+    case = make_case(*SIZES, dtype=torch.bfloat16, varying=True, **BESIDE[beside])
     assert_same_bits(case.run(precision="fp8", save="recompute"), case.run(precision="fp8"))
 
 
 @pytest.mark.parametrize("save", ["minimal", "recompute"])
-@pytest.mark.parametrize("trained", ["all", "down_proj", "gate_up_proj", "scores"])
+@pytest.mark.parametrize("trained", ["all", *NAMES])
 def test_a_frozen_tensor_changes_no_other_gradient(make_case, save, trained):
-    case = make_case(*SIZES)
+    case = make_case(*SIZES, bias=True, factors="both")
     tensors, results = case.trained, dict(zip(("out", *case.trained), case.run(precision="fp8"), strict=True))
     for name, t in tensors.items():
         t.requires_grad_(trained in ("all", name))
@@ -351,7 +372,7 @@ def test_weights_are_quantized_in_inference_mode_too(layer):
     layer(X)[0].sum().backward()
 
 
-@pytest.mark.parametrize("options", [{"bias": True}, {"combine": "fused"}, {"activation": "relu"}])
+@pytest.mark.parametrize("options", [{"combine": "fused"}, {"activation": "relu"}])
 def test_weights_of_a_layer_that_fp8_refuses_are_not_quantized(options):
     layer = MoE(64, 128, 4, 2, precision="fp8", **options)
     refuses(layer.quantize_weights, "precision")
@@ -396,12 +417,15 @@ def test_a_recipe_is_its_name():
 @pytest.mark.parametrize("save", ["minimal", "recompute"])
 @pytest.mark.parametrize("keep", [False, True])
 def test_saved_bytes(make_case, bytes_saved_by, save, keep):
-    case = make_case(*SIZES, dtype=torch.bfloat16)
     T, d, n, E, K = SIZES
-    options, weights = {"precision": "fp8", "keep_transposed": keep}, (case.gate_up_proj, case.down_proj)
-    saved = bytes_saved_by(lambda: case.forward(save=save, **options), weights)
-    sizes = {"num_tokens": T, "d_model": d, "d_expert": n, "num_experts": E, "top_k": K}
-    assert saved == saved_bytes(save, **sizes, **options)
+    options, sizes = {"precision": "fp8", "keep_transposed": keep}, {"num_tokens": T, "d_model": d, "d_expert": n}
+    sizes |= {"num_experts": E, "top_k": K}
+    for factors in ("both", None):
+        case = make_case(*SIZES, dtype=torch.bfloat16, factors=factors)
+        weights = [t for name in NAMES if name not in ("x", "scores") and (t := getattr(case, name)) is not None]
+        saved = bytes_saved_by(lambda case=case: case.forward(save=save, **options), weights)
+        ranks = dict.fromkeys(("up_rank", "down_rank"), 8 if factors else 0)
+        assert saved == saved_bytes(save, **sizes, **options, **ranks)
     layer = MoE(d, n, E, K, dtype=torch.bfloat16, save=save, **options)
     assert layer.saved_bytes(T) == saved and "precision=fp8" in repr(layer)
     for recipe, name in ((Recipe(), "fp8"), (Recipe(products=()), "bf16")):
@@ -430,7 +454,7 @@ def test_a_pair_of_gate_and_up_gives_what_the_joined_weight_does(make_case, keep
 
 @pytest.mark.full
 def test_compiled_it_gives_the_same(make_case):
-    case = make_case(*SIZES, dtype=torch.bfloat16)
+    case = make_case(*SIZES, dtype=torch.bfloat16, bias=True, factors="both")
     expected = case.run(precision="fp8")
     torch.compiler.reset()
     compiled = torch.compile(lambda: case.forward(precision="fp8"), fullgraph=True, backend="aot_eager")
@@ -441,8 +465,6 @@ REFUSED = {  # options of the case, of its call, its sizes
     "width": ({}, {}, (37, 136, 256, 5, 3)),
     "expert width": ({}, {}, (37, 144, 192, 5, 3)),
     "no gate": ({"activation": "relu"}, {}, SIZES),
-    "biases": ({"bias": True}, {}, SIZES),
-    "factors": ({"factors": "up"}, {}, SIZES),
     "paper": ({}, {"save": "paper"}, SIZES),
     "fused": ({}, {"combine": "fused"}, SIZES),
     "chunks": ({}, {"workspace_bytes": 10**6}, SIZES),
@@ -470,3 +492,5 @@ def test_prepare_compiles_its_kernels(monkeypatch):
     weights = {weight_fp8.kernel(variant=Variant(f32=f32)) for f32 in (False, True)}
     assert weights < {*quantized_kernels("geglu")} and {*quantized_kernels("geglu"), *quantize.kernels()} <= {*kernels}
     assert not {*quantize.kernels()} & {*gemm.prepare(64, 128, 4, 2)}
+    biased = {*gemm.prepare(64, 128, 4, 2, activation="geglu", up_bias=True, precision="fp8")} - {*kernels}
+    assert [kernel.entry for kernel in biased if "FP8" in kernel.defines] == ["up_forward_fp8"]

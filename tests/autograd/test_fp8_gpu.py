@@ -9,6 +9,7 @@ from blazeproto import MoE
 from blazeproto.autograd import grouped_experts, quantize_weights
 from blazeproto.autograd.kept import KeptWeights
 from tests.autograd.cases import assert_same_bits
+from tests.autograd.test_fp8 import BESIDE
 from tests.autograd.test_rollout import as_stored, run
 from tests.gpu import Captured
 
@@ -25,21 +26,23 @@ SHAPES = [
 OFF = 0.03  # H is rounded before it is quantized: where two programs round otherwise, a step of e4m3 lies between them
 
 
+@pytest.mark.parametrize("beside", BESIDE)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("routing", ["fixed", "sentinels", "varying"])
-def test_it_is_what_the_torch_backend_computes(gpu_case, poisoned, shape, routing):
+def test_it_is_what_the_torch_backend_computes(gpu_case, poisoned, shape, routing, beside):
     if routing != "fixed" and shape[3] == 1:
         pytest.skip("one expert has no choice")
-    case = gpu_case(*shape, sentinels=routing == "sentinels", varying=routing == "varying")
+    case = gpu_case(*shape, sentinels=routing == "sentinels", varying=routing == "varying", **BESIDE[beside])
     for a, b in zip(case.run(**FP8), case.run(precision="fp8", backend="torch"), strict=True):
         assert (a.float() - b.float()).norm() <= OFF * b.float().norm()
 
 
+@pytest.mark.parametrize("beside", BESIDE)
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_all_ways_give_the_same_bits(gpu_case, poisoned, shape, weights):
+def test_all_ways_give_the_same_bits(gpu_case, poisoned, shape, weights, beside):
     """Again, recomputed, with transposes kept, with weights quantized before, captured in a graph."""
-    case = gpu_case(*shape)
+    case = gpu_case(*shape, **BESIDE[beside])
     case.gate_up_proj, case.down_proj = (
         t.detach().to(weights).requires_grad_() for t in (case.gate_up_proj, case.down_proj)
     )
@@ -50,6 +53,26 @@ def test_all_ways_give_the_same_bits(gpu_case, poisoned, shape, weights):
         assert_same_bits(case.run(**FP8, **way), expected)
     captured = Captured(lambda: [t for way in ways for t in case.run(**FP8, **way)])
     assert_same_bits(captured.replay(), expected * len(ways))
+
+
+@pytest.mark.parametrize("beside", [name for name in BESIDE if "factors" in BESIDE[name]])
+def test_frozen_weights_change_no_other_gradient(gpu_case, poisoned, beside):
+    """LoRA: nothing has a gradient but factors, biases, scores and x."""
+    case = gpu_case(*SHAPES[3], **BESIDE[beside])
+    results = dict(zip(("out", *case.trained), case.run(**FP8), strict=True))
+    for weight in (case.gate_up_proj, case.down_proj):
+        weight.requires_grad_(False)
+    kept = quantize_weights(case.gate_up_proj, case.down_proj)
+    for way in ({}, {"save": "recompute"}, {"keep_transposed": False}, {"quantized": kept}):
+        assert_same_bits(case.run(**FP8, **way), [results[name] for name in ("out", *case.trained)])
+
+
+@pytest.mark.parametrize("beside", [*BESIDE][1:3])
+def test_a_retained_graph_gives_the_same_again(gpu_case, poisoned, beside):
+    case = gpu_case(*SHAPES[3], **BESIDE[beside])
+    out = case.forward(**FP8)
+    first, again = (case.gradients(out, retain_graph=retain) for retain in (True, False))
+    assert_same_bits(first, again)
 
 
 @pytest.mark.parametrize("keep", [False, True])

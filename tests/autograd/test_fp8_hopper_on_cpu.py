@@ -6,7 +6,7 @@ As in test_hopper_on_cpu.py: what is tested is which launch gets which array, no
 import ctypes
 import inspect
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,11 +21,12 @@ from blazeproto.dispatch import Dispatch
 from blazeproto.distributed import exchanges
 from blazeproto.distributed.exchanges import PeerExchange
 from blazeproto.distributed.peer_memory import MemoryLayout
-from blazeproto.gemm import TWINS, down_backward, linear, quantize, up, weight_fp8
+from blazeproto.gemm import TWINS, down_backward, linear, quantize, reduce, up, weight, weight_fp8
 from blazeproto.gemm.e4m3 import BLOCK, Quantized, from_e4m3, to_e4m3
 from blazeproto.gemm.recipe import RECIPES
-from tests.autograd.test_fp8 import formula
-from tests.autograd.test_hopper_on_cpu import as_numpy
+from blazeproto.runtime.arch import HOPPER
+from tests.autograd.test_fp8 import BESIDE, formula
+from tests.autograd.test_hopper_on_cpu import as_numpy, expert_row_sum, weight_gradient
 from tests.autograd.test_rollout import as_stored, run
 
 SIZES = (137, 528, 128, 5, 3)  # a gradient of W_down in three slices of columns
@@ -45,6 +46,10 @@ def launch_rows(x: Tensor, at: Dispatch, out: Quantized) -> None:
     x_of = RECIPES["fp8" if out.scales.dim() == 1 else "fp8_rollout"].x
     made = to_e4m3(torch, x, *x_of[1:])
     out.values.copy_(made.values), out.scales.copy_(made.scales)
+
+
+def launch_dequantize(rows: Quantized, at: Dispatch, out: Tensor) -> None:
+    out.copy_(from_e4m3(torch, rows, "1x128"))
 
 
 def launch_weights(
@@ -106,30 +111,40 @@ def on_numpy(value: Any) -> Any:
     return as_numpy(value)
 
 
-def by_twin(name: str) -> Callable[..., None]:
-    def launch(*given: Any, workspace: Any = None, **named: Any) -> None:
-        del named["transposed"]  # of quantized weights the one that is read
-        TWINS[name](*map(on_numpy, given), **{key: on_numpy(value) for key, value in named.items()})
+def by_twin(twin: Callable[..., Any]) -> Callable[..., None]:
+    def launch(*given: Any, **named: Any) -> None:
+        if isinstance(given[1], Quantized):
+            named.pop("transposed", None)  # of quantized weights the one that is read
+        twin(*map(on_numpy, given), **{key: on_numpy(value) for key, value in named.items()})
 
     return launch
 
 
-def launch_linear(a: Quantized, weights: Quantized, at: Dispatch, *, columns: range, out: Tensor, **_: Any) -> None:
-    TWINS["down_forward"](on_numpy(a), on_numpy(weights), on_numpy(at), columns=columns, y=out.numpy())
-
-
-def launch_combine(y: Tensor, at: Dispatch, *, out: Tensor, **named: Any) -> None:
-    named = {key: on_numpy(value) for key, value in named.items()}
-    TWINS["combine"](y.numpy(), on_numpy(at), out=out.numpy(), **named)
+def grouped_mm(a: Any, weights: Any, at: Dispatch, *, name: str = "", **named: Any) -> None:
+    """If operands are quantized: the down projection plus what the factors add."""
+    if not isinstance(a, Quantized):
+        TWINS["grouped_mm"](a, weights, at, **named)
+        return
+    columns, low, out = named["columns"], named.pop("low"), named.pop("out")
+    TWINS["down_forward"](a, weights, at, y=out, **{key: named.get(key) for key in ("bias", "columns")})
+    if low is not None:
+        used = at.expert_token_offsets[-1]
+        out[:used] += TWINS["grouped_mm"](*low, at, columns=columns)[:used]
 
 
 LAUNCHES = (
-    *((quantize, each.__name__, each) for each in (launch_rows, launch_block_offsets, launch_transpose)),
-    (up, "launch", by_twin("up_forward")),
-    (linear, "launch", launch_linear),
-    (down_backward, "launch", by_twin("down_backward_act")),
+    *(
+        (quantize, each.__name__, each)
+        for each in (launch_rows, launch_block_offsets, launch_transpose, launch_dequantize)
+    ),
+    (up, "launch", by_twin(TWINS["up_forward"])),
+    (linear, "launch", by_twin(grouped_mm)),
+    (down_backward, "launch", by_twin(TWINS["down_backward_act"])),
     (weight_fp8, "launch", launch_weight),
-    (hopper_backend, "launch_combine", launch_combine),
+    (weight, "launch", by_twin(weight_gradient)),
+    (reduce, "launch_expert_row_sum", by_twin(expert_row_sum)),
+    (reduce, "launch_bias_score_grad", by_twin(TWINS["bias_score_grad"])),
+    (hopper_backend, "launch_combine", by_twin(TWINS["combine"])),
     (hopper_backend, "quantize_weights", launch_weights),
 )
 
@@ -150,6 +165,7 @@ def quantized_orders(monkeypatch, poisoned):
 
     for module, name, launch in LAUNCHES:
         monkeypatch.setattr(module, name, stand_in(getattr(module, name), launch))
+    monkeypatch.setattr(Dispatch, "arch", HOPPER, raising=False)
     monkeypatch.setattr(Dispatch, "num_rows", property(lambda self: len(self.expert_pair_indices)), raising=False)
     monkeypatch.setattr(hopper_backend, "rows_of", lambda dispatch: dispatch)
     monkeypatch.setattr(hopper_backend, "current_stream", lambda _: 0)
@@ -180,7 +196,7 @@ class Second(PeerExchange):
 
     def add_up(self, _: Any, y: Tensor, rows: Any, *, out: Tensor, columns: Any = None, **named: Any) -> None:
         made = out.new_empty(self.places, out.shape[1])
-        launch_combine(y, rows, out=made, columns=columns, **named)
+        hopper_backend.launch_combine(y, rows, out=made, columns=columns, **named)
         out[:, columns] = made[self.layout.max_tokens :, columns]
 
 
@@ -193,19 +209,19 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("precision", ["fp8", "fp8_rollout"])
-def test_it_is_the_formula_and_quantizes_no_weight_twice(make_case, quantized_orders, way, precision):
+@pytest.mark.parametrize(("way", "beside"), [*((way, "weights alone") for way in WAYS), *product(WAYS, [*BESIDE][1:3])])
+def test_it_is_the_formula_and_quantizes_no_weight_twice(make_case, quantized_orders, way, beside, precision):
     sizes = SIZES if precision == "fp8" else (137, 512, *SIZES[2:])
-    case, (options, orders) = make_case(*sizes, sentinels=True, idle=(2,)), WAYS[way]
+    case, (options, orders) = make_case(*sizes, sentinels=True, idle=(2,), **BESIDE[beside]), WAYS[way]
     if way == "quantize_weights":
         options = {"quantized": quantize_weights(case.gate_up_proj, case.down_proj, precision=precision)}
         assert quantized_orders == [BOTH, BOTH]
         quantized_orders.clear()
-    made = dict(zip(("out", "dx", "d_up", "d_down", "d_scores"), case.run(precision=precision, **options), strict=True))
+    made = case.run(precision=precision, **options)
     assert quantized_orders == orders
-    for (name, got), expected in zip(made.items(), formula(case, precision), strict=True):
-        if name in ("d_up", "d_down"):  # whose operands are scaled anew
+    for name, got, expected in zip(("out", *case.trained), made, formula(case, precision), strict=True):
+        if name in ("gate_up_proj", "down_proj"):  # whose operands are scaled anew
             assert 0 < (got - expected).norm() < 0.02 * expected.norm()
         elif precision == "fp8_rollout":  # float32 rounds numbers before a few of them are rounded to another e4m3
             assert (got - expected).norm() < 2e-3 * expected.norm(), name

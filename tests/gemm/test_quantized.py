@@ -88,7 +88,7 @@ VALUES, SCALES = np.zeros((T, D), np.uint8), np.ones(T, np.float32)
     ("argument", "change", "error"),
     [
         ("up_proj", {"up_proj": arrays()["up_proj"]}, TypeError),
-        ("bias", {"bias": np.zeros((E, 2 * N), np.float32)}, ValueError),
+        ("bias", {"bias": np.zeros((E, N), np.float32)}, ValueError),
         ("transposed", {"transposed": True}, ValueError),
         ("activation", {"activation": "silu"}, ValueError),
         ("h", {"h": np.zeros((T * K, 2 * N), np.float32)}, TypeError),
@@ -116,4 +116,4 @@ def test_the_registry_has_both_types_of_operands() -> None:
         assert kernel.element is E4M3 and kernel in uses and kernel is not gemm.kernel_for(name)
         assert gemm.kernel_for(name).element is BF16 and gemm.candidates(name, "fp8")
     refuses(lambda: gemm.kernel_for("down_forward_fused", precision="fp8"), "precision")
-    refuses(lambda: gemm.kernel_for("up_forward", precision="fp8", bias=True), "up_forward", TypeError)
+    refuses(lambda: gemm.kernel_for("up_forward", precision="fp8", transposed=True), "up_forward", TypeError)

@@ -47,7 +47,8 @@ def test_steps_are_those_of_cost(save: str, activation: str) -> None:
 @pytest.mark.parametrize("save", ["minimal", "recompute"])
 @pytest.mark.parametrize("weights", ["each", "both", "before"])
 def test_steps_in_fp8(save: str, weights: str) -> None:
-    layer = MoE(512, 128, 8, 2, save=save, precision="fp8", keep_transposed=weights == "both", dtype=torch.bfloat16)
+    layer = MoE(512, 128, 8, 2, save=save, bias=True, precision="fp8", keep_transposed=weights == "both")
+    layer.to(torch.bfloat16)
     if weights == "before":
         layer.quantize_weights()
     made = explain(layer, torch.randn(96, 512, dtype=torch.bfloat16, requires_grad=True))
@@ -55,6 +56,7 @@ def test_steps_in_fp8(save: str, weights: str) -> None:
     backward = [step for step in made.rows if step.phase == "backward"]
     names = [step.name for step in backward]
     order = ("down_backward_act", "up_backward_act", "up_backward_weight", "down_backward_weight")
+    assert names[names.index("dequantize dH") + 1] == "expert_row_sum of dH"
     assert sorted(names.index(name) for name in order) == [names.index(name) for name in order]
     read = sum(
         a.nbytes
@@ -67,7 +69,9 @@ def test_steps_in_fp8(save: str, weights: str) -> None:
     again = layer.gate_up_proj.nbytes if save == "recompute" else 0
     assert read == (0 if weights == "before" else once if kept else 2 * once + again)
     assert ("beside the weights" in repr(made)) == (weights == "before")
-    plain = explain(MoE(512, 128, 8, 2, save=save), torch.randn(96, 512, requires_grad=True)).totals().operations
+    plain = (
+        explain(MoE(512, 128, 8, 2, save=save, bias=True), torch.randn(96, 512, requires_grad=True)).totals().operations
+    )
     assert made.totals().operations == plain
     assert [s.rate for s in made.rows if s.name in ("down_forward", *order)] == [2] * 5
     assert ("quantize down_proj^T" in names) == (weights != "before" and not kept)
@@ -219,7 +223,7 @@ def test_float32_weights_are_cast_and_get_float32_gradients() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "options"), [((64, 96), {}), ((64, 128), {"bias": True}), ((64, 128), {"save": "paper"})]
+    ("sizes", "options"), [((64, 96), {}), ((64, 128), {"combine": "fused"}), ((64, 128), {"save": "paper"})]
 )
 def test_a_layer_whose_forward_raises_is_refused(sizes: tuple[int, int], options: dict[str, Any]) -> None:
     layer, x = MoE(*sizes, 8, 2, precision="fp8", **options), torch.randn(96, 64)

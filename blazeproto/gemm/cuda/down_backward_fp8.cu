@@ -46,6 +46,8 @@ struct DownBackwardEpilogue : DownBackward<BLOCK, true> {
         }
     }
 
+    DEVICE void scale_sums(float (&acc)[BN / 2]) { apply_scales(acc, token_scale); }
+
     DEVICE BlockScales block_scales(const RowTile& of) const {
         const int block = of.column / BLOCK;
         return {of.expert, (p.reduction + BK - 1) / BK, p.columns / BLOCK, block, min(block + 1, p.columns / BLOCK - 1)};
@@ -135,10 +137,11 @@ struct DownBackwardEpilogue : DownBackward<BLOCK, true> {
                     made |= d_gate[at + pair] | d_up[at + pair] | scaled[at + pair];
                 }
                 // ptxas would put off what is packed and added here until the block's end, and keep all that goes into it. So what
-                // comes next seems to depend on it: `rank` is 0, which ptxas does not know.
+                // comes next seems to depend on it: `zero` is 0, which ptxas does not know.
+                const int zero = LOW_RANK ? p.bias_stride : p.rank;
                 made |= __float_as_uint(d_score[h]);
-                if (i < 3) gate_quad[i + 1] += made & p.rank;
-                else gates_at += made & p.rank;
+                if (i < 3) gate_quad[i + 1] += made & zero;
+                else gates_at += made & zero;
             }
         }
         return gates_at;

@@ -12,6 +12,8 @@
 // Weights have a scale for each block of 128 x 128, tokens one each, which the epilogue applies. Rows that an epilogue has quantized
 // have one for each 128 elements, and so may tokens: scales of blocks are applied where sums are added.
 //
+// LOW_RANK: the stages of a low rank are bf16. They come last, and are added to the sums once these have their tokens' scales.
+//
 // -D: BLOCK_SCALES  1 where rows have a scale for each BLOCK elements of the reduction, by blocks, or gathered tokens by tokens
 //     PAIRED_ROWS   1 where the epilogue quantizes. It wants four neighbouring columns in a thread; accumulators are two of each
 //                   eight. So TMA loads each 16 rows of the weights as the even ones, then the odd ones:
@@ -75,13 +77,27 @@ struct BlockScales {
     }
 };
 
+// The last stages of a tile, of a low rank.
+template <class Params>
+DEVICE int low_rank_steps(const Params& p) {
+    if constexpr (LOW_RANK > 0) return (p.rank + BK - 1) / BK;
+    else return 0;
+}
+
+// Applies the scales of this thread's rows to its sums, after which they are 1: what is added then is not quantized.
+DEVICE void apply_scales(float (&sum)[BN / 2], float (&of_row)[2]) {
+#pragma unroll
+    for (int i = 0; i < BN / 2; ++i) sum[i] *= of_row[i / 2 % 2];
+    of_row[0] = of_row[1] = 1.0f;
+}
+
 struct E4m3 {
     static constexpr bool SCALED = true;
     static constexpr int BLOCK = ::BLOCK;
     using Scales = BlockScales;
 };
 
-// sum (this consumer's strip, STRIP x BN) = A * B over `steps` stages.
+// sum (this consumer's strip, STRIP x BN) = A * B over `steps` stages, but for those of a low rank.
 template <class Params>
 DEVICE void multiply(float (&sum)[BN / 2], Ring& ring, int strip, int steps, BlockScales scales, const Params& p) {
     constexpr uint32_t K_STEP = 32 / 16, SLICE_STEP = SLICE * SWIZZLE_ROW / 16;
@@ -91,7 +107,7 @@ DEVICE void multiply(float (&sum)[BN / 2], Ring& ring, int strip, int steps, Blo
 #pragma unroll
     for (int i = 0; i < BN / 2; ++i) sum[i] = 0.0f;
 #pragma unroll 1
-    for (int left = steps; left > 0; --left) {
+    for (int left = steps - low_rank_steps(p); left > 0; --left) {
         ring.wait_until_full();
         if (GATHER) fence_proxy_async();  // as in mainloop.cuh
 #pragma unroll
@@ -123,6 +139,21 @@ DEVICE void multiply(float (&sum)[BN / 2], Ring& ring, int strip, int steps, Blo
         ring.advance();
     }
     MARK(END, MMA);
+}
+
+// sum += low_rows * factor^T, in bf16.
+template <class Producer, class Epilogue, class Params>
+DEVICE void add_low_rank(float (&sum)[BN / 2], Ring& ring, int strip, Epilogue& epilogue, const Params& p) {
+    epilogue.scale_sums(sum);
+#pragma unroll 1
+    for (int left = low_rank_steps(p); left > 0; --left) {
+        if (left == 1) multiply_stage<Producer, true, LOW_RANK>(sum, ring, strip);
+        else multiply_stage<Producer, true>(sum, ring, strip);
+        wgmma_wait_group<0>();
+        pin_registers(sum);
+        ring.release();
+        ring.advance();
+    }
 }
 
 DEVICE void tma_load_5d(uint32_t dst, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3, int c4) {

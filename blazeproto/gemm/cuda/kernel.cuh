@@ -58,6 +58,9 @@ struct PlainEpilogue {
     static constexpr bool LOOKS_AHEAD = false;
     DEVICE void look_ahead(const Tile&) {}
 
+    // SCALED, LOW_RANK: applies the scales of quantized tokens, and makes them 1, before low-rank factors' products are added.
+    DEVICE void scale_sums(float (&)[BN / 2]) {}
+
     // Instead of `hold`, for a strip that is not computed: calls `skip_tile()`, which gives all of the tile's stages back.
     template <class SkipTile>
     DEVICE void skip(SkipTile skip_tile) {
@@ -164,6 +167,7 @@ DEVICE void consume(const typename Scheduler::Params& p, const Scheduler& schedu
             ring.wait_until_full();  // then the tile's slot has been written
             epilogue.look_ahead(scheduler.strip_at(position, strip));
             multiply(acc, ring, strip, steps, epilogue.block_scales(scheduler.strip_at(position, strip)), p);
+            if constexpr (LOW_RANK > 0) add_low_rank<Producer>(acc, ring, strip, epilogue, p);
             tile = scheduler.strip_at(position, strip);
             look_at(position + 1);
         } else {

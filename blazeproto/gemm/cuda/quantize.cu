@@ -7,6 +7,8 @@
 //   note_changes       W bf16 or fp32 -> whether it has changed, by hashes (E, m / 128, k / 128) of 512 elements of each block
 //   refresh_weights    the same as quantize_weights in both orders, if note_changes says so
 //
+//   dequantize_rows    values (R, width), of which 128 columns of a row share a scale -> bf16, in which they are exact
+//
 //   block_offsets      offsets (E + 1,) -> how many blocks of 128 rows come before each expert's
 //   transpose_rows     quantized rows, in expert order or tokens' gathered -> (width, blocks of 128 rows), each expert's filled up with
 //                      zeros, of which blocks of 128 x 128 share a scale: (width / 128, blocks)
@@ -88,6 +90,23 @@ extern "C" __global__ void __launch_bounds__(128) quantize_rows(const bf16* x, u
     for (int64_t at = threadIdx.x * PER_CHUNK; at < width; at += 128 * PER_CHUNK)
         *reinterpret_cast<uint4*>(out + row * width + at) = Sixteen(from + at).quantize(scale);
 #endif
+}
+
+// A thread has 16 columns of a row.
+extern "C" __global__ void __launch_bounds__(128)
+dequantize_rows(const uint8_t* values, const float* scales, bf16* out, int64_t rows, int64_t width) {
+    const int64_t chunk = int64_t(blockIdx.x) * 128 + threadIdx.x, row = chunk / (width / PER_CHUNK), column = chunk % (width / PER_CHUNK) * PER_CHUNK;
+    if (row >= rows) return;
+    const uint4 from = load_chunk(values + row * width + column);
+    const float scale = __ldg(scales + column / BLOCK * rows + row);
+    uint32_t made[PER_CHUNK / 2];
+#pragma unroll
+    for (int four = 0; four < PER_CHUNK / 4; ++four) {
+        const float4 v = dequantized(four == 0 ? from.x : four == 1 ? from.y : four == 2 ? from.z : from.w, scale);
+        made[2 * four] = pack_bf16(v.x, v.y), made[2 * four + 1] = pack_bf16(v.z, v.w);
+    }
+    uint4* to = reinterpret_cast<uint4*>(out + row * width + column);
+    to[0] = make_uint4(made[0], made[1], made[2], made[3]), to[1] = make_uint4(made[4], made[5], made[6], made[7]);
 }
 
 // Columns of 4 x 4 bytes: the rows' first bytes, second bytes, and so on.

@@ -1,6 +1,6 @@
 // Up projection, forward, in fp8: up.cu's, of quantized tokens and weights, which quantizes what it makes.
 //
-//   H[r]   = S_x[token(r)] S_W[e] (x_q[token(r)] . W_q[e]^T)      x_q (T, d) gathered, W_q (E, 2n, d); H rounded to bf16
+//   H[r]   = S_x[token(r)] S_W[e] (x_q[token(r)] . W_q[e]^T) (+ bias)   x_q (T, d) gathered, W_q (E, 2n, d); H rounded to bf16
 //   act[r] = f(gate) * g(up)                                      rounded to bf16
 //   H_q, act_q and their scales: a row's 128 columns share one    H_q (R, 2n), act_q (R, n); (2n / 128, R), (n / 128, R)
 //
@@ -48,6 +48,10 @@ struct UpEpilogue : PlainEpilogue<Scheduler> {
         }
     }
 
+    DEVICE void scale_sums(float (&acc)[BN / 2]) {
+        if (!BLOCK_SCALES) apply_scales(acc, token_scale);
+    }
+
     DEVICE BlockScales block_scales(const RowTile& tile) const {
         const int blocks = p.columns / BLOCK, gate = tile.column / BLOCK, steps = (p.reduction + BK - 1) / BK;
         BlockScales scales(tile.expert, steps, 2 * blocks, gate, blocks + gate);
@@ -60,8 +64,9 @@ struct UpEpilogue : PlainEpilogue<Scheduler> {
 
     DEVICE void hold(const float (&acc)[BN / 2], const RowTile& tile, const Ring&) {
         uint32_t gate[BLOCK_PAIRS], up[BLOCK_PAIRS];  // block_scales.cuh: packed
-        scaled(acc, gate);
-        scaled(acc + BN / 4, up);
+        const bf16* bias = p.bias + int64_t(tile.expert) * p.bias_stride + tile.column;
+        scaled(acc, bias, gate);
+        scaled(acc + BN / 4, bias + p.columns, up);
 
         const uint32_t at = slab_address(slabs_of(consumer_index()), 0);
         float* h_scales = p.out0_scales + int64_t(tile.column / BLOCK) * p.rows;
@@ -88,17 +93,20 @@ struct UpEpilogue : PlainEpilogue<Scheduler> {
     }
 
    private:
-    // A block of the sums, scaled and packed.
-    DEVICE void scaled(const float* acc, uint32_t* packed) const {
+    // A block of the sums, scaled, with its columns' biases, and packed.
+    DEVICE void scaled(const float* acc, const bf16* bias, uint32_t* packed) const {
 #pragma unroll
-        for (int group = 0; group < BLOCK / GROUP; ++group)
+        for (int group = 0; group < BLOCK / GROUP; ++group) {
+            const bf16* of_columns = bias + group * GROUP + threadIdx.x % 4 * 4;
+            const uint32_t low = HAS_BIAS ? load_bf16x2(of_columns) : 0, high = HAS_BIAS ? load_bf16x2(of_columns + 2) : 0;
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const float4 of = of_group(acc + group * 8, h);
                 const float by = BLOCK_SCALES ? 1.0f : token_scale[h];
-                packed[group * 4 + 2 * h] = pack_bf16(by * of.x, by * of.y);
-                packed[group * 4 + 2 * h + 1] = pack_bf16(by * of.z, by * of.w);
+                packed[group * 4 + 2 * h] = pack_biased(by * of.x, by * of.y, low);
+                packed[group * 4 + 2 * h + 1] = pack_biased(by * of.z, by * of.w, high);
             }
+        }
     }
 
     DEVICE static float silu_of(float gate) { return gate / (1.0f + expf(-gate)); }

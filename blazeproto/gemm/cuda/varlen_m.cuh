@@ -11,6 +11,8 @@
 //
 //              ring   | a, W | a, W | ... | a, W | low_rows, L | a, W of the next tile
 //
+//              Both are bf16 where a and W are quantized, too; then PAIRED_ROWS hold for L as for W.
+//
 // This is the producer: it fills the ring with the stages of tile after tile.
 #pragma once
 #include "kernel.cuh"

@@ -17,7 +17,8 @@ from blazeproto import gemm
 from blazeproto.activations import activate, activate_backward
 from blazeproto.dispatch import reference
 from blazeproto.dispatch.structures import Addresses, Dispatch, addresses
-from blazeproto.gemm import down_backward, linear, product, quantize, up
+from blazeproto.gemm import down_backward, linear, product, quantize, rows, up
+from blazeproto.gemm.arguments import LowRankTerm
 from blazeproto.gemm.e4m3 import BLOCK, Quantized, blocks, from_e4m3, to_e4m3
 from blazeproto.gemm.product import Build
 from blazeproto.lab.target import Machine
@@ -29,11 +30,12 @@ from blazeproto.runtime.target import device_of, launches_on
 SOURCES = Path(gemm.__file__).parent / "cuda"
 LOST = 33 * 2.0**-13  # of what a sum of 128 has, by one of its four wgmma: 33 addends, each cut off below 2^-13
 SWIGLU = {"activation": "swiglu"}
+ARRAYS = (Quantized, LowRankTerm, np.ndarray)
 
 
 def on(value: Any) -> Any:
     """As launches take it."""
-    return Quantized(*map(view, value)) if isinstance(value, Quantized) else view(value)
+    return view(value) if isinstance(value, np.ndarray) else type(value)(*map(view, value))
 
 
 class Layer:
@@ -79,9 +81,25 @@ class Layer:
         """With the addresses of the dispatch where an argument is None."""
         with launches_on(self.machine):
             at = self.at()
-            given = [at if a is None else on(a) if isinstance(a, Quantized | np.ndarray) else a for a in arguments]
-            launch(*given, **{k: on(v) if isinstance(v, Quantized | np.ndarray) else v for k, v in keywords.items()})
+            given = [at if a is None else on(a) if isinstance(a, ARRAYS) else a for a in arguments]
+            launch(*given, **{k: on(v) if isinstance(v, ARRAYS) else v for k, v in keywords.items()})
         assert not any(report.races for report in self.machine.reports)
+
+    def bf16(self, *shape: int) -> tuple[np.ndarray, np.ndarray]:
+        """Bits, and the numbers: so large that biases and factors' products are seen beside the others."""
+        bits = bfloat16_bits(self.rng.standard_normal(shape, np.float32) * 16)
+        return bits, from_bfloat16_bits(bits)
+
+    def beside(self, width: int, rank: int, *, bias: bool = True) -> tuple[dict[str, Any], np.ndarray, np.ndarray]:
+        """A bias and low-rank factors of outputs of this width; what they add, and the bound of its sums."""
+        given, (rows, a), (factor, f) = dict[str, Any](), self.bf16(self.rows, rank), self.bf16(self.E, width, rank)
+        added, most = self.product(a, f)
+        if rank:
+            given["low"] = LowRankTerm(rows, factor)
+        if bias:
+            given["bias"], b = self.bf16(self.E, width)
+            added += np.repeat(b, np.diff(self.ends), 0)
+        return given, added, most * 2.0**-10
 
     def product(self, rows: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """rows (R, k) times their experts' weights (E, m, k) in float64, and what the tensor cores' sums of 128 may be off."""
@@ -141,7 +159,7 @@ def test_quantizing_gives_the_twins_bits() -> None:
 
 @pytest.mark.parametrize("gather", [False, True])
 def test_turned_rows_are_the_rows(gather: bool) -> None:
-    """But for what is below the steps of a scale that 128 rows share."""
+    """But for what is below the steps of a scale that 128 rows share; and in bf16 they are what they are."""
     layer = Layer(80, 144, 256, 2, 2)
     rows, width = (layer.tokens(144), 144) if gather else (layer.of_rows(256), 256)
     room = quantize.most_blocks(layer.rows, layer.E)
@@ -154,6 +172,10 @@ def test_turned_rows_are_the_rows(gather: bool) -> None:
         of = Quantized(made[part[0]], turned.scales[part[1]])
         layer.run(quantize.launch_transpose, rows, None, before, columns, of, gather=gather)
     wide = from_e4m3(np, rows, "token")[layer.token] if gather else from_e4m3(np, rows, "1x128")
+    if not gather:
+        plain = np.full(wide.shape, 0x7FC1, np.uint16)
+        layer.run(quantize.launch_dequantize, rows, None, plain)
+        np.testing.assert_array_equal(from_bfloat16_bits(plain), wide)
     used = before[-1] * BLOCK
     scales = np.repeat(np.repeat(turned.scales, BLOCK, 0)[:width], BLOCK, 1)[:, :used]
     back = E4M3[turned.values[:, :used]] * scales
@@ -212,19 +234,89 @@ def test_a_row_without_a_scale_makes_its_block_of_the_transpose_nan() -> None:
 # --- Products --------------------------------------------------------------------------------------------------------------
 
 
-def y_of(layer: Layer, *slices: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def y_of(layer: Layer, *slices: range, rank: int = 0, bias: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The down projection: what the kernel makes, float64, and the bound. slices: of columns, a launch each."""
     act, down, made = layer.of_rows(layer.n), layer.weights(layer.d, layer.n), list[np.ndarray]()
+    beside, added, besides = layer.beside(layer.d, rank, bias=bias)
     for columns in slices or (range(layer.d),):
         y = np.full((layer.rows, len(columns)), 0x7FC1, np.uint16)
-        layer.run(linear.launch, act, down, None, columns=columns, out=y)
+        layer.run(linear.launch, act, down, None, columns=columns, out=y, **beside)
         made.append(from_bfloat16_bits(y))
     exact, most = layer.product(from_e4m3(np, act, "1x128"), from_e4m3(np, down, "128x128"))
-    return np.concatenate(made, 1), exact, most
+    return np.concatenate(made, 1), exact + added, most + besides
 
 
-def test_the_down_projection_is_right_in_slices_of_columns() -> None:
-    assert near(*y_of(Layer(40, 144, 256, 2, 1), range(128), range(128, 144)))
+RANKS = pytest.mark.parametrize("rank", [0, *(pytest.param(rank, marks=pytest.mark.full) for rank in (24, 80))])
+
+
+@RANKS
+def test_the_down_projection_is_right_in_slices_of_columns(rank: int) -> None:
+    """As is dX of tokens, which is made by the same kernel."""
+    assert near(*y_of(Layer(40, 144, 256, 2, 1), range(128), range(128, 144), rank=rank, bias=rank > 0))
+
+
+def h_of(rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
+    """The up projection: H, float64, the bound, and a quantized row's step."""
+    layer = Layer(20, 144, 128, 2, 1)
+    x, up_proj, h, act = layer.tokens(144), layer.weights(256, 144), layer.room(256), layer.room(128)
+    beside, added, besides = layer.beside(256, rank)
+    layer.run(up.launch, x, up_proj, None, h=h, act=act, **beside, **SWIGLU)
+    exact, most = layer.product(from_e4m3(np, x, "token")[layer.token], from_e4m3(np, up_proj, "128x128"))
+    exact += added
+    made = activate(exact, "swiglu")
+    assert np.linalg.norm(from_e4m3(np, act, "1x128") - made) < 0.05 * np.linalg.norm(made)
+    return from_e4m3(np, h, "1x128"), exact, most + besides + scales_of(h) * 2.0**-9, 2.0**-4 + 2.0**-8
+
+
+@pytest.mark.parametrize("rank", [24, *(pytest.param(rank, marks=pytest.mark.full) for rank in (0, 80))])
+def test_the_up_projection_is_right_with_a_bias_and_factors(rank: int) -> None:
+    assert near(*h_of(rank))
+
+
+FAULTS = {  # a file, its text, another one, and the rank with which it is a fault
+    "the bias has the token's scale": (
+        "up_fp8.cu",
+        "pack_biased(token_scale[h] * of.x, token_scale[h] * of.y, low)",
+        "pack_bf16(token_scale[h] * (of.x + bf16_low(low)), token_scale[h] * (of.y + bf16_high(low)))",
+        0,
+    ),
+    "factors' products have the token's scale": (
+        "up_fp8.cu",
+        "{ apply_scales(acc, token_scale); }",
+        "{}",
+        24,
+    ),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_a_bias_or_of_factors_is_found(fault: str, tmp_path: Path) -> None:
+    sources, (file, old, new, rank) = tmp_path / "cuda", FAULTS[fault]
+    shutil.copytree(SOURCES, sources)
+    text = (sources / file).read_text()
+    assert text.count(old) == 1
+    (sources / file).write_text(text.replace(old, new))
+    with pytest.raises(AssertionError), product.alone({"up_forward": Build(sources=sources)}):
+        assert near(*h_of(rank))
+
+
+@pytest.mark.full
+def test_factors_whose_rows_are_in_their_own_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A map that does not load the even rows of 16 first, as the weights' does (fp8.cuh: PAIRED_ROWS)."""
+    boxes, paired = [], rows._paired_box
+
+    def in_order(shape: Any, tile_columns: int, halves: int, element: Any) -> Any:
+        boxes.append(box := paired(shape, tile_columns, halves, element))
+        row = 2 * shape[2]
+        return box if len(boxes) == 1 else box._replace(strides=(row, 8 * row, *box.strides[2:]))
+
+    monkeypatch.setattr(rows, "_paired_box", in_order)
+    up._plan.cache_clear()
+    with pytest.raises(AssertionError):
+        assert near(*h_of(24))
+    up._plan.cache_clear()
+    assert len(boxes) == 2
 
 
 NEVER = (
@@ -256,8 +348,9 @@ def scales_of(rows: Quantized) -> np.ndarray:
     return np.repeat(rows.scales.T, BLOCK, 1)
 
 
+@RANKS
 @pytest.mark.parametrize("n", [256, pytest.param(384, marks=pytest.mark.full)])  # a tile of columns; one and a half
-def test_the_down_projections_backward_is_right_in_place_of_h(n: int) -> None:
+def test_the_down_projections_backward_is_right_in_place_of_h(n: int, rank: int) -> None:
     """By one CTA: a tile loads rows of H past its expert's end, which it does not use, and another CTA may store dH there."""
     layer = Layer(80, 144, n, 2, 2)
     layer.machine = Machine(1)
@@ -265,10 +358,12 @@ def test_the_down_projections_backward_is_right_in_place_of_h(n: int) -> None:
     before, d_scores = from_e4m3(np, h, "1x128").astype(np.float64), np.full(layer.rows, np.nan, np.float32)
     sums = np.empty((down_backward.score_partials(n), layer.rows), np.float32)
     made = {"dh": h, "a_scaled": a_scaled, "d_scores": d_scores, "workspace": sums}
-    layer.run(down_backward.launch, d_out, down, h, layer.scores, None, **made, **SWIGLU)
+    beside, added, besides = layer.beside(n, rank, bias=False)
+    layer.run(down_backward.launch, d_out, down, h, layer.scores, None, **made, **beside, **SWIGLU)
     d_act, _ = layer.product(from_e4m3(np, d_out, "token")[layer.token], from_e4m3(np, down, "128x128"))
+    d_act += added
     act, scores = activate(before, "swiglu"), layer.scores[layer.pair][:, None]
     for got, exact in ((h, activate_backward(before, scores * d_act, "swiglu")), (a_scaled, scores * act)):
         assert near(from_e4m3(np, got, "1x128"), exact, scales_of(got) * 2.0**-3, 2.0**-4 + 2.0**-8)
-    most = np.abs(d_act * act).sum(1) * 4 * LOST
+    most = np.abs(d_act * act).sum(1) * 4 * LOST + (besides * np.abs(act)).sum(1)
     assert (np.abs(d_scores[layer.pair] - (d_act * act).sum(1)) <= most).all()

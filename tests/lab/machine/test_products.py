@@ -24,7 +24,6 @@ from blazeproto.gemm import (
     quantize,
     up_forward,
 )
-from blazeproto.gemm.registry import quantized_kernels
 from blazeproto.gemm.tiles import CHOSEN
 from blazeproto.lab import oracle, target
 from blazeproto.lab.calls import CALLS
@@ -140,7 +139,7 @@ def test_a_tile_takes_less_than_a_second() -> None:
 
 # Ampere's differ in fewer ways: one kernel for each value of each macro. Quantized ones have test_fp8.py and test_fp8_rollout.py.
 QUANTIZED = [*quantize.kernels(), *quantize.kernels(floats=True)]
-QUANTIZED += [kernel for precision in ("fp8", "fp8_rollout") for kernel in quantized_kernels(precision=precision)]
+QUANTIZED += [kernel for kernel in all_kernels() if "FP8" in kernel.defines]
 EACH_VALUE = {
     (kernel.entry, *macro): kernel
     for kernel in reversed(list(all_kernels()))
