@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 from blazeproto.gemm import PRODUCTS, Sizes
 from blazeproto.gemm.blocks import BLOCK
-from blazeproto.gemm.recipe import RECIPES, name_of
 from blazeproto.gemm.tiles import BK, BM
 from blazeproto.runtime import checks
 
@@ -187,8 +186,8 @@ class Work(NamedTuple):
 
 def _product_work(name: str, sizes: Sizes, phase: str = "", precision: str = "bf16") -> Work:
     checks.one_of("product", name, tuple(PRODUCTS))
-    product, element, recipe = PRODUCTS[name], PRODUCTS[name].element_of(precision), RECIPES[name_of(precision)]
-    return Work(phase, name, product.operations(_checked(sizes)) / element.rate, product.least_bytes(sizes, recipe))
+    product, rate = PRODUCTS[name], PRODUCTS[name].element_of(precision).rate
+    return Work(phase, name, product.operations(_checked(sizes)) / rate, product.least_bytes(sizes, precision))
 
 
 def layer_work(sizes: Sizes, save: str = "minimal") -> list[Work]:

@@ -27,7 +27,8 @@ from blazeproto.autograd.options import OPTION_NAMES, Options, documented, takes
 from blazeproto.autograd.ranks import Dispatcher, refuse_ranks
 from blazeproto.autograd.shared_expert import SharedExpert
 from blazeproto.router.choices import check_keywords
-from blazeproto.router.router import Router, check_by_token, check_takes_mask, make_router, router_keywords, routing_of
+from blazeproto.router.given import checked, routing_of
+from blazeproto.router.router import Router, make_router, router_keywords
 from blazeproto.router.stats import MoEStats
 from blazeproto.runtime.arch import ARCHES
 from blazeproto.runtime.checks import boolean, fixed, integer, require
@@ -114,7 +115,6 @@ class MoE(nn.Module, Shown):
         options = Options(**{name: keywords.pop(name) for name in OPTION_NAMES if name in keywords})
         self.options = replace(options, save=SavePolicy(options.save))
         self.d_model, self.d_expert, self.num_experts, self.top_k = d_model, d_expert, num_experts, top_k
-
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         if isinstance(router, str):
             router = make_router(router, d_model, num_experts, top_k, **where, **keywords)
@@ -124,7 +124,6 @@ class MoE(nn.Module, Shown):
             raise TypeError(f"router: a module brings its own options, got {sorted(keywords)} too")
         self._check_router(router)
         self.router = cast(Router, router)
-
         entry = activation_named(options.activation)
         up_width, self.up_name = d_expert * entry.halves, entry.up_name
         self.register_parameter(self.up_name, nn.Parameter(torch.empty(num_experts, up_width, d_model, **where)))
@@ -134,7 +133,6 @@ class MoE(nn.Module, Shown):
         self.down_proj_bias = nn.Parameter(torch.empty(num_experts, d_model, **where)) if bias else None
         self.shared_expert = SharedExpert(d_model, d_shared, options.activation, **where) if d_shared else None
         self.quantized: QuantizedWeights | None = None  # see `quantize_weights`
-
         if options.backend in ARCHES and self.down_proj.device.type != "meta":
             # A layer made on the host may move to the GPU later: what counts then is whether there is one.
             on_host = self.down_proj.device.type == "cpu" and torch.cuda.is_available()
@@ -181,7 +179,6 @@ class MoE(nn.Module, Shown):
         x: Tensor,
         token_ids: Tensor | None = None,
         mask: Tensor | None = None,
-        *,
         experts: Tensor | None = None,
         scores: Tensor | None = None,
     ) -> tuple[Tensor, MoEStats]:
@@ -190,9 +187,8 @@ class MoE(nn.Module, Shown):
         token_ids: (...) integers, for hash routing alone.
         mask: (...) bool; default: all True. A token where it is False is padding: its output is 0, from the shared expert too;
         it takes no row, has no part in loads and losses, and gets no gradient; what x holds there, NaN too, changes nothing.
-        experts, scores: (..., K) integers and floating point, both or neither: the choice of another program, as of an inference
-        engine. The router does not run and gets no gradient; scores get theirs if they need one; stats have no losses. An id
-        outside [0, E) is of no expert.
+        experts, scores: (..., K) integers and floating point, of an inference engine, say. The router does not run and gets no
+        gradient; scores get theirs if they need one; stats have no losses. An id outside [0, E) is of no expert.
         TypeError or ValueError names what does not fit.
         """
         check_dense("x", x)
@@ -204,18 +200,8 @@ class MoE(nn.Module, Shown):
             got = tuple(down_proj.shape)
             raise ValueError(f"down_proj: expected shape {self._down_shape()}, which the layer was made for, got {got}")
         tokens = x.reshape(-1, self.d_model)
-        given = {name: value for name, value in {"token_ids": token_ids, "mask": mask}.items() if value is not None}
-        if mask is not None:
-            check_by_token("mask", mask, tokens.shape[0], x.device)
-            if mask.shape not in (x.shape[:-1], tokens.shape[:1]):  # (T, B) for (B, T) would mask other tokens
-                raise ValueError(f"mask: expected shape {tuple(x.shape[:-1])}, x's, got {tuple(mask.shape)}")
-        if experts is None and scores is None:
-            if mask is not None:
-                check_takes_mask(self.router)
-            routing = self.router(tokens, **given)
-        else:
-            require(token_ids is None, "token_ids", "None with experts and scores", "a tensor")
-            routing = routing_of(experts, scores, x, self.num_experts, self.top_k, mask)
+        given, sizes = checked(self.router, x, token_ids, mask, experts, scores), (self.num_experts, self.top_k)
+        routing = self.router(tokens, **given) if experts is None else routing_of(experts, scores, x, *sizes, mask)
         if mask is not None and routing.mask is None:
             raise TypeError(f"mask: expected a router whose Routing has it, got None from {type(self.router).__name__}")
         if self.shared_expert is not None and torch.compiler.is_compiling():
@@ -263,12 +249,10 @@ class MoE(nn.Module, Shown):
         ValueError for a layer of another precision, RuntimeError for one with a dispatcher.
         """
         refuse_ranks(self.dispatcher, "quantize_weights")
-        if self.precision == "bf16":
-            raise ValueError(f"precision: expected 'fp8' for quantize_weights, got {self.precision!r}")
-        check_weights(self.up_proj_weight, self.down_proj, self.up_bias, self.down_proj_bias, self.options)
-        self.quantized = quantize_weights(
-            self.up_proj_weight, self.down_proj, dtype=dtype, backend=self.backend, precision=self.precision
-        )
+        require(self.precision != "bf16", "precision", "'fp8' for quantize_weights", repr(self.precision))
+        weights, how = (self.up_proj_weight, self.down_proj), {"dtype": dtype, "backend": self.backend}
+        check_weights(*weights, self.up_bias, self.down_proj_bias, self.options)
+        self.quantized = quantize_weights(*weights, **how, precision=self.precision)
 
     def prepare(self, num_tokens: int) -> None:
         """Compile, in parallel, and load what the experts launch for ``num_tokens`` tokens: a CUDA-graph capture can do neither.

@@ -110,10 +110,9 @@ def quantized_weight(
     first.  kept: a record that has it already.  place: a record that gets the transpose, too. A `StoredWeight`'s numbers and
     scales stay as they are."""
     if isinstance(weight, StoredWeight):
-        values, scales = weight.values, weight.scales.float()
-        if transposed:
-            values, scales = values.view(torch.uint8).mT.contiguous().view(values.dtype), scales.mT.contiguous()
-        return Quantized(values, scales)
+        lying = weight.values.view(torch.uint8), weight.scales.float()
+        codes, scales = (t.mT.contiguous() for t in lying) if transposed else lying
+        return Quantized(codes.view(weight.values.dtype), scales)
     if kept is None:
         kept, *orders = new_orders(weight, (not transposed, transposed), place)
         quantize(ready(cast(weight, dtype)), at, *orders)

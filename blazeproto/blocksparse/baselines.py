@@ -144,16 +144,21 @@ class DroppingMoE(PlainMoE):
         return None if self.limit is None else self.limit.size(num_tokens, self.num_experts, self.top_k)
 
     def forward(
-        self, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None, **routes: Tensor | None
+        self,
+        x: Tensor,
+        token_ids: Tensor | None = None,
+        mask: Tensor | None = None,
+        experts: Tensor | None = None,
+        scores: Tensor | None = None,
     ) -> tuple[Tensor, MoEStats]:
         """As `blazeproto.MoE.forward`: x (..., d) floating point -> out (..., d) of x's dtype, and what the router did.
 
         The stats' ``load`` is the router's, before any pair is dropped; ``overflow`` is how many are.
         token_ids: (...) integers, for hash routing alone.  mask: (...) bool, False at padding.
-        routes: experts and scores of another program.
+        experts, scores: (..., K) integers and floating point, of an inference engine, say.
         TypeError or ValueError names what does not fit.
         """
-        out, stats = super().forward(x, token_ids, mask, **routes)
+        out, stats = super().forward(x, token_ids, mask, experts, scores)
         capacity = self.capacity(x.shape[:-1].numel())
         places = stats.load if capacity is None else stats.load.clamp_max(capacity)
         return out, stats._replace(overflow=(stats.load - places).sum(dim=0, keepdim=True, dtype=torch.int32))

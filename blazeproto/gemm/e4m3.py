@@ -53,8 +53,7 @@ def scales_shape(scale: str, values: tuple[int, ...]) -> tuple[int, ...]:
     """
     rows, columns = _sides(scale, values[-1])
     counts = (-(-values[-2] // rows), -(-values[-1] // columns))
-    by_scale = {"token": counts[:1], "1x128": counts[::-1], "token 1x128": counts, "128x128": (*values[:-2], *counts)}
-    return by_scale[scale]
+    return {"token": counts[:1], "1x128": counts[::-1], "128x128": (*values[:-2], *counts)}.get(scale, counts)
 
 
 def to_e4m3(m: Any, values: Any, scale: str, scale_values: str = "power_of_two") -> Quantized:

@@ -234,9 +234,10 @@ class Product:
         matrices = [shape[1:] for _, shape in self._counted() if len(shape) == 3]
         return sum(2.0 * sizes.rows * prod(sizes.letters[letter] for letter in matrix) for matrix in matrices)
 
-    def least_bytes(self, sizes: Sizes, recipe: Recipe = RECIPES["bf16"]) -> float:
+    def least_bytes(self, sizes: Sizes, precision: str | Recipe = "bf16") -> float:
         """With these ``sizes``: every input read once and every output written once, without those that are optional.
-        recipe: of the operands; quantized ones have scales."""
+        precision: of the operands; quantized ones have scales."""
+        recipe = RECIPES[name_of(precision)]
         total = PAIR_BYTES * sizes.rows * len(self.spec.by_pair)
         for array, letters in self._counted():
             shape, operand = tuple(sizes.letters[letter] for letter in letters), array.operand_of(recipe)

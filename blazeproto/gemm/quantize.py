@@ -21,8 +21,11 @@ def kernel(entry: str, sources: Path | None = None, *, floats: bool = False) -> 
 
 def kernels(*, floats: bool = False) -> list[Kernel]:
     """All that a layer launches.  floats: whether forward's scales are float32; backward has tokens' powers of two."""
-    of_floats = [kernel(entry, floats=True) for entry in ("quantize_rows", "quantize_weights") if floats]
-    return [*of_floats, *map(kernel, ("quantize_rows", "quantize_weights")[: 1 if floats else 2]), *transposing()]
+    return [
+        *(kernel(entry, floats=True) for entry in ("quantize_rows", "quantize_weights") if floats),
+        *map(kernel, ("quantize_rows", "quantize_weights")[: 1 if floats else 2]),
+        *transposing(),
+    ]
 
 
 def transposing() -> list[Kernel]:

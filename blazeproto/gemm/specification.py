@@ -83,8 +83,8 @@ class Specification:
 
     def recipe(self, call: Mapping[str, Any]) -> Recipe:
         """That of a call of quantized operands: where x has several scales a token, the one with float32 scales."""
-        scales = getattr(call.get("x"), "scales", None)
-        return RECIPES["fp8_rollout" if getattr(scales, "ndim", 1) == 2 else "fp8"]
+        several = getattr(getattr(call.get("x"), "scales", None), "ndim", 1) == 2
+        return RECIPES["fp8_rollout" if several else "fp8"]
 
     def public(self, function: F) -> F:
         """Decorates the public function of device arrays: it then takes arrays of any library; in host memory the twin runs."""

@@ -88,8 +88,7 @@ class Case:
 
     def numbers(self, array: Array, value: Tensor) -> Tensor:
         """Those of an input's `operand`, fp32, where the input lies."""
-        operand, of = self.operand(array, value), array.operand_of(self.recipe)
-        made: Tensor = from_e4m3(torch, operand, of.scale if of else "")
+        made: Tensor = from_e4m3(torch, self.operand(array, value), array.operand_of(self.recipe).scale)  # type: ignore[union-attr]
         return made.mT if array.quantized else made
 
     @property

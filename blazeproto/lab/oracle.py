@@ -259,9 +259,8 @@ def evaluate(arithmetic: Arithmetic, case: Case, given: Mapping[str, Tensor] | N
             exact_sums[call.product] = values if isinstance(values, tuple) else (values,)
         for (name, array), value in zip(call.made.items(), exact_sums[call.product], strict=True):
             stored = m.stored(value) if array.dtype == "bfloat16" and not call.f32 else value
-            operand = array.operand_of(case.recipe)
-            if arithmetic.rounds and operand and call.is_quantized(case, array):
-                stored = in_e4m3(torch, stored, *operand[1:]).bfloat16()
+            if arithmetic.rounds and call.is_quantized(case, array):
+                stored = in_e4m3(torch, stored, *array.operand_of(case.recipe)[1:]).bfloat16()  # type: ignore[index]
             result[name] = result[name] + stored if array.added and name in result else stored
     return result
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from blazeproto.autograd.backends import check_device
 from blazeproto.autograd.checkpoint import refuse_another_bias
-from blazeproto.autograd.checks import FLOAT_DTYPES, INDEX_DTYPES, check_dense
+from blazeproto.autograd.checks import check_dense
 from blazeproto.autograd.operators import on_another_gpu
 from blazeproto.autograd.private import refuse_transforms, saved_by_export, unobserved
 from blazeproto.router import fallback, ops, pair_ops
@@ -295,25 +295,6 @@ def check_by_token(name: str, tensor: Tensor, num_tokens: int, device: torch.dev
         raise ValueError(f"{name}: expected {num_tokens} {values}, one a token, got shape {tuple(tensor.shape)}")
     if tensor.device != device:
         raise ValueError(f"{name}: expected device {device}, x's, got {tensor.device}")
-
-
-def routing_of(experts: Any, scores: Any, x: Tensor, num_experts: int, top_k: int, mask: Tensor | None) -> Routing:
-    """The routing that another program chose. experts, scores: (..., K) for x (..., d); an id outside [0, E) is of no expert.
-    No logits and no losses. TypeError or ValueError names what does not fit."""
-    shape = (*x.shape[:-1], top_k)
-    for name, given, kinds in (("experts", experts, INDEX_DTYPES), ("scores", scores, FLOAT_DTYPES)):
-        check_dense(name, given)
-        if given.dtype not in kinds:
-            raise TypeError(f"{name}: expected dtype {' or '.join(map(str, kinds))}, got {given.dtype}")
-        if given.shape != shape or given.device != x.device:
-            expected = f"shape (..., K) = {shape} on {x.device}"
-            raise ValueError(f"{name}: expected {expected}, got {tuple(given.shape)} on {given.device}")
-    ids, scores = experts.reshape(-1, top_k), scores.reshape(-1, top_k)
-    ids = ids if mask is None else ids.masked_fill(~mask.reshape(-1, 1), -1)
-    counted = ids.where((ids >= 0) & (ids < num_experts), num_experts).long().view(-1)
-    load = torch.zeros(num_experts + 1, dtype=torch.int32, device=x.device)
-    load.scatter_add_(0, counted, torch.ones_like(counted, dtype=torch.int32))
-    return Routing(scores, ids, scores.new_empty(0, num_experts), load[:-1], {}, mask=mask)
 
 
 def check_takes_mask(router: nn.Module) -> None:

@@ -7,7 +7,6 @@ import torch
 
 from blazeproto import cost, gemm
 from blazeproto.gemm import Sizes
-from blazeproto.gemm.recipe import FP8
 from blazeproto.gemm.tiles import E4M3
 from blazeproto.lab.accuracy import Bounds, Pool, reference
 from blazeproto.lab.calls import CALLS, LAYER, Case
@@ -126,7 +125,7 @@ def test_the_cost_of_quantized_operands() -> None:
     T, d, n, E, K, _ = sizes
     rows = T * K
     scales = T + E * (2 * n // 128) * (d // 128) + rows * (3 * n // 128)
-    assert up.least_bytes(sizes, FP8) == T * d + E * 2 * n * d + 3 * rows * n + 4 * scales
+    assert up.least_bytes(sizes, "fp8") == T * d + E * 2 * n * d + 3 * rows * n + 4 * scales
     refuses(lambda: cost.product_floor_ms("combine", sizes, precision="fp8"), "precision")
 
 

@@ -53,7 +53,7 @@ def test_scores_get_their_gradient_and_ids_of_no_expert_no_row(layer: MoE, x: Te
     ("argument", "change", "error"),
     [
         ("scores", {"scores": None}, TypeError),
-        ("experts", {"experts": None}, TypeError),
+        ("scores", {"experts": None}, ValueError),
         ("experts", {"experts": torch.zeros(3, T // 3, K)}, TypeError),
         ("scores", {"scores": torch.zeros(3, T // 3, K, dtype=torch.int64)}, TypeError),
         ("experts", {"experts": torch.zeros(T, K, dtype=torch.int64)}, ValueError),
