@@ -265,20 +265,20 @@ def test_without_ptxsim_the_lab_says_how_to_get_it() -> None:
 
 
 CEILINGS = {
-    "blazeproto/*.py": 869,
+    "blazeproto/*.py": 864,
     "blazeproto/runtime/**/*.py": 1068,
     "blazeproto/dispatch/**/*.py": 735,
     "blazeproto/router/**/*.py": 2341,
-    "blazeproto/gemm/**/*.py": 2293,
+    "blazeproto/gemm/**/*.py": 2292,
     "blazeproto/stored/**/*.py": 306,
-    "blazeproto/autograd/**/*.py": 1973,
+    "blazeproto/autograd/**/*.py": 1972,
     "blazeproto/blocksparse/**/*.py": 588,
     "blazeproto/distributed/**/*.py": 471,
     "blazeproto/integrations/**/*.py": 378,
-    "blazeproto/lab/**/*.py": 2932,
+    "blazeproto/lab/**/*.py": 2930,
     "ptxsim/*.py": 2947,
-    "scripts/**/*.py": 8960,
-    "tests/**/*.py ptxsim/tests/**/*.py": 23870,
+    "scripts/**/*.py": 8916,
+    "tests/**/*.py ptxsim/tests/**/*.py": 23915,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 6632,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

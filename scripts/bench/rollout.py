@@ -35,7 +35,7 @@ from scripts.bench.timing import Machine, Row
 
 DEVICE = "cuda"
 MOST_EXPERTS, MOST_ROWS, LAYERS = 64, 3000, 50
-ROUNDED_UP = 8192  # rows that DeepGEMM takes, in multiples, so that it compiles few kernels
+ROUNDED_UP = 32768  # rows that DeepGEMM takes, in multiples: always as many, so that it compiles few kernels
 RECIPE = RECIPES["fp8_rollout"]
 
 
@@ -218,7 +218,7 @@ BENCH = Bench(
     __doc__,
     {
         "bits": Item(bits, WIDTHS, key=lambda widths: {"cfg": widths._asdict()}, part="rows"),
-        "times": Item(times, SHAPES, key=lambda shape: {"cfg": cfg_of(shape)}, part="times", rounds=7),
+        "times": Item(times, SHAPES[:3], key=lambda shape: {"cfg": cfg_of(shape)}, part="times", rounds=7),
     },
 )
 

@@ -5,6 +5,7 @@ import torch
 
 from blazeproto.autograd import grouped_experts, quantize_weights
 from tests.autograd.cases import assert_same_bits
+from tests.autograd.test_rollout import as_stored, run
 from tests.gpu import Captured
 
 pytestmark = pytest.mark.gpu
@@ -76,6 +77,32 @@ def test_a_token_s_bits_are_its_own(gpu_case):
     spoiled = case.run(**FP8)[0]
     others = torch.arange(1000, device="cuda") != 5
     assert spoiled[5].isnan().all() and torch.equal(spoiled[others], out[others])
+
+
+ROLLOUT = {"precision": "fp8_rollout", "backend": "hopper"}
+
+
+@pytest.mark.parametrize("shape", [(300, 128, 128, 5, 2), (4096, 512, 768, 16, 4)])
+def test_fp8_rollout_is_what_the_torch_backend_computes(gpu_case, poisoned, shape):
+    """All ways give the same bits; `scripts.bench.rollout` compares them with DeepGEMM's."""
+    case = gpu_case(*shape)
+    expected = case.run(**ROLLOUT)
+    for a, b in zip(expected, case.run(precision="fp8_rollout", backend="torch"), strict=True):
+        assert (a.float() - b.float()).norm() <= OFF * b.float().norm()
+    kept = quantize_weights(case.gate_up_proj, case.down_proj, precision="fp8_rollout")
+    ways = ({}, {"save": "recompute"}, {"keep_transposed": False}, {"quantized": kept})
+    for way in ways:
+        assert_same_bits(case.run(**ROLLOUT, **way), expected)
+    captured = Captured(lambda: [t for way in ways for t in case.run(**ROLLOUT, **way)])
+    assert_same_bits(captured.replay(), expected * len(ways))
+
+
+@pytest.mark.parametrize("save", ["minimal", "recompute"])
+def test_stored_fp8_is_multiplied_as_it_is(gpu_case, poisoned, save):
+    case = gpu_case(300, 256, 384, 5, 2)
+    weights = {name: as_stored(getattr(case, name)) for name in ("gate_up_proj", "down_proj")}
+    expected = run(case, backend="hopper", save=save)
+    assert_same_bits(run(case, backend="hopper", save=save, **weights), expected)
 
 
 def test_no_tokens(gpu_case, poisoned):

@@ -25,6 +25,7 @@ QUANTIZED = [name for name, entry in gemm.PRODUCTS.items() if E4M3 in entry.elem
 BENCHES: dict[str, Callable[[], Workbench]] = {
     "up_forward": partial(Workbench, "up_forward", **SMALL),
     **{f"{name}, fp8": partial(Workbench, name, **FP8) for name in QUANTIZED},
+    "up_forward, fp8_rollout": partial(Workbench, "up_forward", **FP8 | {"precision": "fp8_rollout", "d": 256}),
     **{name: partial(BlockWorkbench, name, **BLOCKS) for name in ("SDD", "DS^TD", "DDS")},
 }
 

@@ -138,7 +138,9 @@ def test_a_tile_takes_less_than_a_second() -> None:
 
 # --- All of them -----------------------------------------------------------------------------------------------------------
 
-# Ampere's differ in fewer ways: one kernel for each value of each macro. Quantized ones are in test_fp8.py.
+# Ampere's differ in fewer ways: one kernel for each value of each macro. Quantized ones have test_fp8.py and test_fp8_rollout.py.
+QUANTIZED = [*quantize.kernels(), *quantize.kernels(floats=True)]
+QUANTIZED += [kernel for precision in ("fp8", "fp8_rollout") for kernel in quantized_kernels(precision=precision)]
 EACH_VALUE = {
     (kernel.entry, *macro): kernel
     for kernel in reversed(list(all_kernels()))
@@ -148,8 +150,7 @@ EACH_VALUE = {
 ALL = [
     kernel
     for kernel in all_kernels()
-    if kernel not in (*quantize.kernels(), *quantized_kernels())
-    and (kernel.arch is not AMPERE or kernel in EACH_VALUE.values())
+    if kernel not in QUANTIZED and (kernel.arch is not AMPERE or kernel in EACH_VALUE.values())
 ]
 
 

@@ -1,0 +1,111 @@
+"""The benchmark of fp8_rollout's bits without a GPU: the kernels on the machine, DeepGEMM's arithmetic in NumPy."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from blazeproto.dispatch import Dispatch
+from blazeproto.dispatch.structures import Addresses, addresses
+from blazeproto.gemm.e4m3 import Quantized
+from blazeproto.lab.target import Machine
+from blazeproto.runtime.arrays import view
+from blazeproto.runtime.rounding import E4M3
+from blazeproto.runtime.target import device_of, launches_on
+from ptxsim.matrices import multiply_in_14_bits
+from scripts.bench import fp8_tables, rollout
+
+
+def product(
+    left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], out: Tensor, expert_of: Tensor, **_: Any
+) -> None:
+    """Row by row."""
+    (a, a_scales), (b, b_scales) = (
+        (E4M3[of.view(torch.uint8).numpy()], scales.numpy()) for of, scales in (left, right)
+    )
+    for row, expert in enumerate(expert_of.tolist()):
+        total = np.zeros((1, b.shape[1]), np.float32)
+        for block in range(a.shape[1] // 128 if expert >= 0 else 0):
+            kept = np.zeros_like(total)
+            for begin in range(block * 128, (block + 1) * 128, 32):
+                some = slice(begin, begin + 32)
+                kept = multiply_in_14_bits(a[row : row + 1, some], b[expert][:, some], kept)
+            scale = a_scales[row, block] * np.repeat(b_scales[expert, :, block], 128)
+            total = (kept.astype(np.float64) * scale + total).astype(np.float32)
+        out[row] = torch.from_numpy(total[0]).bfloat16()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("wrong", [False, True])
+def test_no_bit_differs_from_what_it_compares_with(monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
+    machine = Machine()
+
+    def seen(value: Any) -> Any:
+        """As launches take it."""
+        if isinstance(value, Quantized):
+            return Quantized(*map(seen, value))
+        if not isinstance(value, Tensor):
+            return value
+        bits = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}.get(value.dtype, value.dtype)
+        return view(value.view(bits).numpy())
+
+    def launched(launch: Any) -> Any:
+        def on_machine(*arguments: Any, **options: Any) -> None:
+            with launches_on(machine):
+                launch(*map(seen, arguments), **{name: seen(value) for name, value in options.items()})
+
+        return on_machine
+
+    def rows_of(dispatch: Dispatch) -> Addresses:
+        with launches_on(machine):
+            lists: Any = {name: seen(tensor) for name, tensor in dispatch.arrays.items() if tensor is not None}
+            return addresses(replace(dispatch, **lists), device_of(machine), 0)
+
+    def place_of(_: Tensor) -> rollout.quantize.OnStream:
+        with launches_on(machine):
+            return rollout.quantize.OnStream(device_of(machine), 0)
+
+    sizes = {"DEVICE": "cpu", "LAYERS": 1, "MOST_ROWS": 20, "MOST_EXPERTS": 3, "ROUNDED_UP": 128}
+    for name, value in {"rows_of": rows_of, "place_of": place_of, **sizes}.items():
+        monkeypatch.setattr(rollout, name, value)
+    for module in (rollout.up, rollout.linear, rollout.quantize):
+        for name in [name for name in vars(module) if name.startswith("launch")]:
+            monkeypatch.setattr(module, name, launched(getattr(module, name)))
+    if wrong:
+        monkeypatch.setattr(rollout, "act_of", lambda h: (h[:, : h.shape[1] // 2].float().sigmoid() * 3).bfloat16())
+    library = SimpleNamespace(
+        get_mk_alignment_for_contiguous_layout=lambda: 128, m_grouped_fp8_gemm_nt_contiguous=product
+    )
+    monkeypatch.setattr(rollout, "importlib", SimpleNamespace(import_module=lambda _: library))
+    row = rollout.bits(rollout.Widths(256, 128), None)
+    found = {name: differ for name, (_, differ) in fp8_tables.compared_in([row]).items()}
+    assert not row["absent"] and found.keys() == fp8_tables.COMPARED.keys()
+    assert {name for name, differ in found.items() if differ} == ({"act"} if wrong else set())
+
+
+def test_the_tables_say_what_differs() -> None:
+    of = {
+        "gpu": "NVIDIA H200, driver 1",
+        "versions": "torch 2.11.0, sgl-deep-gemm 0.2.1",
+        "measured": "now",
+        "kernels": [],
+    }
+    counts = {
+        "layers": 50,
+        "rows": 9,
+        "x": 1000,
+        "x differ": 1,
+        "x scales": 10,
+        "x scales differ": 1,
+        "Y": 5,
+        "Y differ": 0,
+    }
+    record = {"rows": [{"of": of, "found": counts}, {"of": of, "found": counts}], "times": []}
+    assert "| x and its scales | 2 020 | 4 |\n| Y | 10 | 0 |" in fp8_tables.rollout_bits(record)
+    assert fp8_tables.rollout_claim(record).startswith("of 2.03e+03 numbers in 100 layers on one NVIDIA H200, 4 differ")
+    assert fp8_tables.rollout_bits({"rows": []}) == fp8_tables.rollout_claim({"rows": []}) == "Not measured."
