@@ -171,7 +171,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(("way", "beside"), [*((way, "weights alone") for way in WAYS), *product(WAYS, [*BESIDE][1:3])])
+@pytest.mark.parametrize(
+    ("way", "beside"),
+    [*product(WAYS, ["weights alone"]), *product(["both orders at once", "recompute"], ["biases", "factors"])],
+)
 def test_it_is_the_formula_and_quantizes_no_weight_twice(make_case, quantized_orders, way, beside):
     case, (options, orders) = make_case(*SIZES, sentinels=True, idle=(2,), **BESIDE[beside]), WAYS[way]
     if way == "quantize_weights":
