@@ -161,7 +161,7 @@ def _plain_weight(step: BackendStep, dtype: torch.dtype, *, transposed: bool = F
 
 
 def plain_rows(record: Tensor, rows: Dispatch, dtype: torch.dtype) -> Tensor:
-    """What is no record stays as it is."""
+    """Other rows stay as they are."""
     if record.dtype != torch.uint8:
         return record
     return from_e4m3(torch, rows_in(record, width_of(record)), FP8.h.scale).to(dtype)  # type: ignore[no-any-return]

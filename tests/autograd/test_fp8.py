@@ -96,8 +96,9 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("beside", BESIDE)
-@pytest.mark.parametrize("precision", ["fp8", Recipe()])
+@pytest.mark.parametrize(
+    ("precision", "beside"), [("fp8", beside) for beside in BESIDE] + [(Recipe(), "weights alone")]
+)
 def test_it_is_the_formula(make_case, precision, beside):
     case = make_case(*SIZES, sentinels=True, idle=(2,), **BESIDE[beside])
     torch.testing.assert_close(case.run(precision=precision), formula(case), rtol=1e-10, atol=1e-10)

@@ -210,7 +210,10 @@ WAYS = {
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8_rollout"])
-@pytest.mark.parametrize(("way", "beside"), [*((way, "weights alone") for way in WAYS), *product(WAYS, [*BESIDE][1:3])])
+@pytest.mark.parametrize(
+    ("way", "beside"),
+    [*product(WAYS, ["weights alone"]), *product(["both orders at once", "recompute"], ["biases", "factors"])],
+)
 def test_it_is_the_formula_and_quantizes_no_weight_twice(make_case, quantized_orders, way, beside, precision):
     sizes = SIZES if precision == "fp8" else (137, 512, *SIZES[2:])
     case, (options, orders) = make_case(*sizes, sentinels=True, idle=(2,), **BESIDE[beside]), WAYS[way]
