@@ -7,7 +7,7 @@ scale is NaN, and so are all values that share it. Rounding is to nearest, ties 
 
 "power_of_two"  The scale is the least power of two, at least 2^-126, that leaves no magnitude above 448, e4m3's largest.
 "float32"       The scale is a 448th of the largest magnitude, at least of 1e-10, in float32, as in vLLM. A weight's is at
-                least a 448th of 1e-4, and its values are multiplied by the scale's reciprocal, as in DeepGEMM.
+                least a 448th of 1e-4. There magnitude and values are multiplied by reciprocals.
 """
 
 from typing import Any, NamedTuple
@@ -62,7 +62,9 @@ def to_e4m3(m: Any, values: Any, scale: str, scale_values: str = "power_of_two")
     by_block = _by_block(m, values.astype(m.float32) if m is np else values.to(m.float32), scale)
     largest, of_weights = m.amax(abs(by_block), (-3, -1)), scale == "128x128"
     if floats := scale_values == "float32":
-        scales = largest.clip(LEAST_OF_WEIGHTS if of_weights else LEAST) / LARGEST
+        # On a GPU torch would multiply by the reciprocal of a number, too, but it divides by a tensor.
+        largest = largest.clip(LEAST_OF_WEIGHTS if of_weights else LEAST)
+        scales = largest * np.float32(1 / LARGEST).item() if of_weights else largest / m.full_like(largest, LARGEST)
         scales = m.where(scales < float("inf"), scales, m.full_like(scales, float("nan")))
     else:
         scales = scale_of(m, largest)

@@ -143,7 +143,7 @@ DEVICE void multiply(float (&sum)[BN / 2], Ring& ring, int strip, int steps, Blo
 
 // sum += low_rows * factor^T, in bf16.
 template <class Producer, class Epilogue, class Params>
-DEVICE void add_low_rank(float (&sum)[BN / 2], Ring& ring, int strip, Epilogue& epilogue, const Params& p) {
+DEVICE void add_low_rank(float (&sum)[BN / 2], Ring& ring, int strip, Epilogue& epilogue, const Params& p, const Producer*) {
     epilogue.scale_sums(sum);
 #pragma unroll 1
     for (int left = low_rank_steps(p); left > 0; --left) {

@@ -167,7 +167,7 @@ DEVICE void consume(const typename Scheduler::Params& p, const Scheduler& schedu
             ring.wait_until_full();  // then the tile's slot has been written
             epilogue.look_ahead(scheduler.strip_at(position, strip));
             multiply(acc, ring, strip, steps, epilogue.block_scales(scheduler.strip_at(position, strip)), p);
-            if constexpr (LOW_RANK > 0) add_low_rank<Producer>(acc, ring, strip, epilogue, p);
+            if constexpr (LOW_RANK > 0) add_low_rank(acc, ring, strip, epilogue, p, static_cast<const Producer*>(nullptr));
             tile = scheduler.strip_at(position, strip);
             look_at(position + 1);
         } else {

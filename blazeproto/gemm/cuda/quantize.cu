@@ -168,7 +168,7 @@ struct QuantizedWeight {
             pair = values[i].largest(pair);
         }
 #if FLOAT_SCALES
-        const FloatScale of_block = FloatScale::of(largest_of_all<2 * BLOCK>(pair), FloatScale::OF_WEIGHTS);
+        const FloatScale of_block = FloatScale::of<true>(largest_of_all<2 * BLOCK>(pair));
         const Scale scale{of_block.scale, of_block.inverse};  // weights are multiplied by the inverse
 #else
         const Scale scale = Scale::of(largest_of_all<2 * BLOCK>(pair));

@@ -25,14 +25,16 @@ DEVICE float quotient(float value, float by, float inverse) {
     return fmaf(-fmaf(near, by, -value), inverse, near);
 }
 
-// A 448th of the largest magnitude, in float32, as vLLM has it; of magnitudes below `least`, a 448th of that.
+// A 448th of the largest magnitude, in float32, as vLLM has it: of rows divided, at least 1e-10 / 448; of weights multiplied by the
+// reciprocal, as torch divides by a number on a GPU, at least 1e-4 / 448.
 struct FloatScale {
-    static constexpr float OF_ROWS = 1e-10f, OF_WEIGHTS = 1e-4f;  // `least`
     float scale, inverse;
 
-    DEVICE static FloatScale of(uint32_t bits, float least = OF_ROWS) {
+    template <bool WEIGHTS = false>
+    DEVICE static FloatScale of(uint32_t bits) {
         if (bits >= 0x7F800000u) return {__uint_as_float(0x7FFFFFFFu), __uint_as_float(0x7FFFFFFFu)};
-        const float scale = quotient(fmaxf(__uint_as_float(bits), least), 448.0f, 1.0f / 448.0f);
+        const float largest = fmaxf(__uint_as_float(bits), WEIGHTS ? 1e-4f : 1e-10f);
+        const float scale = WEIGHTS ? largest * (1.0f / 448.0f) : quotient(largest, 448.0f, 1.0f / 448.0f);
         return {scale, __frcp_rn(scale)};
     }
 
