@@ -108,6 +108,12 @@ DEVICE void store(bf16* out, Chunk chunk) {
     __stcs(reinterpret_cast<Chunk*>(out), chunk);
 }
 
+#if ACTIVATION_IS_GELU
+constexpr bool ONE_AT_A_TIME = HALVES == 1;  // its formula leaves too few registers for both planes
+#else
+constexpr bool ONE_AT_A_TIME = false;
+#endif
+
 // One part of one strip. H leaves by TMA; act by 16 bytes a thread (by 8 where gate and up alternate). A thread reads its slabs
 // one pass at a time: more reads at once would keep wgmma from its operands.
 DEVICE void store_part(const RowsParams& p, const RowTile& tile, int part, int strip) {
@@ -128,9 +134,10 @@ DEVICE void store_part(const RowsParams& p, const RowTile& tile, int part, int s
         const bool in_expert = row + first_row + pass * PASS_ROWS < tile.row_end;
         uint4 h[PLANES];
 #pragma unroll
-        for (int plane = 0; plane < PLANES; ++plane) h[plane] = load_shared_16(at + plane * SLAB_BYTES);
+        for (int plane = 0; plane < PLANES && !ONE_AT_A_TIME; ++plane) h[plane] = load_shared_16(at + plane * SLAB_BYTES);
 #pragma unroll
         for (int plane = 0; plane < PLANES; ++plane) {
+            if (ONE_AT_A_TIME) h[plane] = load_shared_16(at + plane * SLAB_BYTES);
             const int own = own_column + (HALVES == 2 ? 0 : plane * SLAB);
             if (!in_expert || own >= p.columns) continue;
             if (ALTERNATING) store(p.out1_rows + (column_zero + own) / 2, activate(h[plane]));
