@@ -1,6 +1,6 @@
 """precision="fp8_rollout" bit by bit, beside vLLM's formulas in torch and DeepGEMM's kernels.
 
-    PYTHONPATH=FOLDER:. python -m scripts.bench.rollout    # FOLDER has sgl-deep-gemm 0.2.1 and apache-tvm-ffi 0.1.11
+    PYTHONPATH=FOLDER:. python -m scripts.bench.rollout    # FOLDER has sgl-deep-gemm 0.2.1; nvcc compiles its kernel
     python -m scripts.bench.rollout --parts times
 
 Random layers: 1 to 64 experts, some without rows, 1 to 8 of them a token, up to 3000 rows an expert. A row counts the bytes of
@@ -8,12 +8,11 @@ e4m3, the scales and the bf16 numbers that differ, in all layers of these widths
 
 x, weights: vLLM 0.11.0's formulas, written down in torch, beside the kernels. H: DeepGEMM's, quantized in powers of two, beside
 ours, which is stored so. act: vLLM's formula of DeepGEMM's H, beside ours. Y: DeepGEMM's of our act, beside ours. DeepGEMM
-(m_grouped_fp8_gemm_nt_contiguous) takes the operands of our kernels, each expert's rows filled up to whole blocks.
+(the kernel of m_grouped_fp8_gemm_nt_contiguous) takes the operands of our kernels, each expert's rows filled up to whole blocks.
 """
 
-import importlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from blazeproto.dispatch import build_dispatch
 from blazeproto.gemm import linear, quantize, up
 from blazeproto.gemm.e4m3 import BLOCK, Quantized, to_e4m3
 from blazeproto.gemm.recipe import RECIPES
-from scripts.bench import peers
+from scripts.bench import deep_gemm, peers
 from scripts.bench.common import cfg_of
 from scripts.bench.fp8 import SHAPES, program_of
 from scripts.bench.running import Bench, Item, run
@@ -35,8 +34,8 @@ from scripts.bench.timing import Machine, Row
 
 DEVICE = "cuda"
 MOST_EXPERTS, MOST_ROWS, LAYERS = 64, 3000, 50
-ROUNDED_UP = 32768  # rows that DeepGEMM takes, in multiples: always as many, so that it compiles few kernels
 RECIPE = RECIPES["fp8_rollout"]
+Product = Callable[[Quantized, Quantized, Tensor, Tensor], None]  # `deep_gemm.Kernel.__call__`
 
 
 class Widths(NamedTuple):
@@ -54,21 +53,24 @@ WIDTHS = [
 
 
 # --------------------------------------------------------------------------------------------------- vLLM's formulas
+# On a GPU torch divides by a Python number by multiplying with its reciprocal; here formulas say which of the two it is.
 
 
 def of_groups(x: Tensor) -> Quantized:
     """per_token_group_quant_fp8: a 448th of the largest magnitude of 128, which is at least 1e-10; divided and cut off."""
     groups = x.float().unflatten(1, (-1, BLOCK))
-    scales = groups.abs().amax(2).clamp_min(1e-10) / 448.0
+    largest = groups.abs().amax(2).clamp_min(1e-10)
+    scales = largest / torch.full_like(largest, 448)
     return Quantized((groups / scales[..., None]).clamp(-448, 448).flatten(1).to(torch.float8_e4m3fn), scales)
 
 
 def of_blocks(weights: Tensor) -> Quantized:
-    """per_block_cast_to_fp8, of an expert at a time: at least 1e-4; multiplied by the reciprocal."""
+    """per_block_cast_to_fp8 as it runs on a GPU, of an expert at a time: at least 1e-4, times float32's 1 / 448; multiplied by
+    the reciprocal."""
     made = []
     for weight in weights:
         by_block = weight.float().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-        scales = by_block.abs().amax((1, 3), keepdim=True).clamp_min(1e-4) / 448.0
+        scales = by_block.abs().amax((1, 3), keepdim=True).clamp_min(1e-4) * (1 / 448)
         made.append(((by_block * (1.0 / scales)).to(torch.float8_e4m3fn).view_as(weight), scales[:, 0, :, 0]))
     return Quantized(*map(torch.stack, zip(*made, strict=True)))
 
@@ -111,31 +113,24 @@ def weights_of(experts: int, m: int, k: int) -> Tensor:
 class Padded:
     """Rows in expert order as DeepGEMM wants them: each expert's filled up to whole blocks."""
 
-    def __init__(self, counts: Tensor, library: Any) -> None:
-        whole = max(BLOCK, int(library.get_mk_alignment_for_contiguous_layout()))
-        padded = (counts + whole - 1) // whole * whole
-        ends, total = counts.cumsum(0), int(padded.sum())
-        self.size = -(-max(total, 1) // ROUNDED_UP) * ROUNDED_UP
-        expert = torch.arange(len(counts), device=counts.device)
+    def __init__(self, counts: Tensor) -> None:
+        padded = (counts + BLOCK - 1) // BLOCK * BLOCK
+        self.expert_of = torch.arange(len(counts), device=counts.device).repeat_interleave(padded).int()
+        begins, padded_begins = counts.cumsum(0) - counts, padded.cumsum(0) - padded
         self.rows = torch.arange(int(counts.sum()), device=counts.device)
-        shift = (padded.cumsum(0) - padded) - (ends - counts)
-        self.rows += shift.repeat_interleave(counts)
-        self.expert_of = torch.full((self.size,), -1, dtype=torch.int32, device=counts.device)
-        self.expert_of[:total] = expert.repeat_interleave(padded).int()
+        self.rows += (padded_begins - begins).repeat_interleave(counts)
 
     def filled(self, t: Tensor) -> Tensor:
         """Zeros between."""
-        made = torch.zeros(self.size, t.shape[1], dtype=t.dtype, device=t.device)
+        made = torch.zeros(len(self.expert_of), t.shape[1], dtype=t.dtype, device=t.device)
         bits = torch.uint8 if t.element_size() == 1 else t.dtype
         made.view(bits)[self.rows] = t.view(bits)
         return made
 
-    def product(self, library: Any, rows: Quantized, weights: Quantized) -> Tensor:
+    def product(self, library: Product, rows: Quantized, weights: Quantized) -> Tensor:
         """rows: values (R, k), scales (R, k / 128) -> (R, m) bf16."""
-        out = torch.empty(self.size, weights.values.shape[1], dtype=torch.bfloat16, device=DEVICE)
-        left, right = tuple(map(self.filled, rows)), tuple(weights)
-        options = {"compiled_dims": "", "disable_ue8m0_cast": True}
-        library.m_grouped_fp8_gemm_nt_contiguous(left, right, out, self.expert_of, **options)
+        out = torch.empty(len(self.expert_of), weights.values.shape[1], dtype=torch.bfloat16, device=DEVICE)
+        library(Quantized(*map(self.filled, rows)), weights, out, self.expert_of)
         return out[self.rows]
 
 
@@ -151,7 +146,7 @@ def compared(name: str, ours: Quantized | Tensor, theirs: Quantized | Tensor) ->
         yield f"{name}{part} differ", int((a != b).sum())
 
 
-def layer(widths: Widths, weights: list[Quantized], library: Any, found: Counter[str]) -> None:
+def layer(widths: Widths, weights: list[Quantized], library: Product | None, found: Counter[str]) -> None:
     """One random layer of these weights' first experts."""
     d, n = widths
     experts = int(torch.randint(1, MOST_EXPERTS + 1, ()))
@@ -170,7 +165,7 @@ def layer(widths: Widths, weights: list[Quantized], library: Any, found: Counter
     found["rows"] += ids.numel()
     if library is None:
         return
-    padded = Padded(dispatch.expert_token_offsets.diff().long(), library)
+    padded = Padded(dispatch.expert_token_offsets.diff().long())
     token = dispatch.expert_pair_indices.long() // ids.shape[1]
     its_h = padded.product(
         library, Quantized(*(part.view(torch.uint8)[token].view(part.dtype) for part in x_q)), weights[0]
@@ -187,7 +182,7 @@ def bits(widths: Widths, machine: Machine) -> Row:
     torch.manual_seed(sum(widths))
     d, n = widths
     absent, found, made = dict[str, str](), Counter[str](), list[Quantized]()
-    library = peers.if_it_runs("DeepGEMM", lambda: importlib.import_module("deep_gemm"), absent)
+    library = peers.if_it_runs("DeepGEMM", lambda: deep_gemm.Kernel(MOST_EXPERTS), absent)
     for name, shape in (("up_proj", (MOST_EXPERTS, 2 * n, d)), ("down_proj", (MOST_EXPERTS, d, n))):
         weights = weights_of(*shape)
         out, turned = (new_quantized(weights, "128x128", *each) for each in (shape, (shape[0], *shape[:0:-1])))
