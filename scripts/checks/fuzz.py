@@ -59,8 +59,8 @@ from scripts.checks.layers import (
     OTHERS,
     Layer,
     draw_experts,
-    draw_fp8,
     draw_products,
+    draw_quantized,
     factors_in,
     make_layer,
     on_ampere,
@@ -248,20 +248,24 @@ def check_fp8(seed: int, totals: dict[str, Pool]) -> list[str]:
 
     Adds its errors to ``totals``: beside float64, quantized alike, with the torch backend as the yardstick.
     """
-    layer, lines = draw_fp8(seed), list[str]()
+    layer, lines = draw_quantized(seed), list[str]()
     case, arrays = make_layer(layer, seed, DEVICE)
     made = run_layer(layer, case, arrays)
     ways: dict[str, dict[str, Any]] = {
         "another run": {},
         "keep_transposed=False": {"keep_transposed": False},
-        "quantize_weights": {"quantized": quantize_weights(arrays["d_up"], arrays["d_down"], dtype=case.x.dtype)},
+        "quantize_weights": {
+            "quantized": quantize_weights(
+                arrays["d_up"], arrays["d_down"], dtype=case.x.dtype, precision=layer.options["precision"]
+            )
+        },
     }
     for way, how in ways.items():
         again = run_layer(layer, case, arrays, **how)
         if others := [name for name in made if not torch.equal(made[name], again[name])]:
             lines.append(f"fp8: {way} gives other bits of {', '.join(others)}")
     yardstick = run_layer(layer, case, arrays, backend="torch")
-    wide = {name: array.detach().double().requires_grad_() for name, array in arrays.items()}
+    wide = {name: array.detach().double().requires_grad_(array.requires_grad) for name, array in arrays.items()}
     exact = run_layer(layer, case, wide, backend="torch")
     for name, right in exact.items():
         got, near = made[name].double(), yardstick[name]  # errors are e4m3's, whatever the dtype
@@ -318,7 +322,12 @@ PARTS = {
     "experts": Part(draw_experts, kernels_of_experts, check_experts, (*KERNELS, "torch")),
     "blocks": Part(draw_blocks, lambda seeds: gemm.all_kernels(), check_blocks, ("blocks",)),
     "fp8": Part(
-        draw_fp8, lambda seeds: [k for name in FP8_ACTIVATIONS for k in quantized_kernels(name)], check_fp8, ("fp8",)
+        draw_quantized,
+        lambda seeds: [
+            k for name in FP8_ACTIVATIONS for of in ("fp8", "fp8_rollout") for k in quantized_kernels(name, of)
+        ],
+        check_fp8,
+        ("fp8",),
     ),
 }
 

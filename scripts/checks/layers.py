@@ -134,6 +134,20 @@ def draw_fp8(seed: int) -> Layer:
     return Layer(sizes, inputs, options, f32=bool(seed % 2))
 
 
+def draw_quantized(seed: int) -> Layer:
+    """Of `draw_fp8`, some with biases, low-rank factors, frozen weights or the other recipe."""
+    layer, rng = draw_fp8(seed), random.Random(f"quantized {seed}")
+    precision = rng.choice(["fp8", "fp8", "fp8_rollout"])
+    sizes = layer.sizes._replace(d=128 * rng.randint(1, 5)) if precision == "fp8_rollout" else layer.sizes
+    biases, ranks = rng.random() < 0.4, (rng.choice((0, *RANKS)), rng.choice((0, *RANKS)))
+    frozen = tuple(name for name in ("d_up", "d_down") if rng.random() < 0.3)
+    of: dict[str, Any] = {
+        "inputs": layer.inputs | {"biases": biases},
+        "options": layer.options | {"precision": precision},
+    }
+    return replace(layer, sizes=sizes, ranks=ranks, frozen=frozen, **of)
+
+
 def on_ampere(layer: Layer) -> Layer:
     """A call of ``moe_mlp`` as ampere's kernels take it: `combine` sums its rows."""
     return replace(layer, options=layer.options | {"combine": "gather", "backend": "ampere"})

@@ -98,6 +98,9 @@ def layers() -> Iterator[Run]:
     chosen = [Layer(FEW[2]), Layer(Y_OVER_ACT, {"biases": True}), Layer(SMALL, f32=True), *drawn()]
     for way, f32 in itertools.product(FP8_WAYS, (False, True)):
         chosen.append(Layer(Sizes(300, 144, 256, 4, 2), {"sentinels": 0.2}, {"precision": "fp8", **way}, f32=f32))
+    for precision in ("fp8", "fp8_rollout"):
+        inputs = {"sentinels": 0.2, "biases": True}
+        chosen.append(Layer(Sizes(300, 256, 256, 4, 2), inputs, {"precision": precision}, ranks=(16, 48)))
     for layer, changes in zip(chosen, itertools.cycle(FORCED)):
         yield f"layer: {layer}, {changes or 'tiles of the table'}", partial(forced, layer, changes)
     for layer in (Layer(SMALL), Layer(Y_OVER_ACT, {"biases": True})):
