@@ -13,6 +13,7 @@ ours, which is stored so. act: vLLM's formula of DeepGEMM's H, beside ours. Y: D
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -151,7 +152,9 @@ def layer(widths: Widths, weights: list[Quantized], library: Product | None, fou
     d, n = widths
     experts = int(torch.randint(1, MOST_EXPERTS + 1, ()))
     ids = ids_of(experts)
-    dispatch = build_dispatch(ids, experts)
+    host = build_dispatch(ids.cpu().numpy(), experts)  # on a GPU it would compile kernels for these sizes
+    lists: Any = {name: torch.from_numpy(t).to(DEVICE) for name, t in host.arrays.items() if t is not None}
+    dispatch = replace(host, **lists)
     at, x = rows_of(dispatch), tokens_of(len(ids), d)
     up_proj, down_proj = (Quantized(*(part[:experts] for part in of)) for of in weights)
     x_q = new_quantized(x, RECIPE.x.scale, *x.shape)
