@@ -251,14 +251,11 @@ class MoE(nn.Module, Shown):
     def quantize_weights(self, dtype: torch.dtype | None = None) -> None:
         """With precision="fp8" or "fp8_rollout": quantize the experts' weights now, and keep them for all forwards to come.
 
-        Call it again after each step of the optimizer, or a forward raises ValueError; ``layer.quantized = None`` ends it.
-        dtype: of x. ValueError for another precision or stored weights, RuntimeError with a dispatcher, and what
-        `blazeproto.autograd.quantize_weights` raises.
+        Call it again after each step of the optimizer, or a forward raises ValueError; ``layer.quantized = None`` ends it. dtype:
+        of x. ValueError for another precision or stored weights, RuntimeError with a dispatcher; see `autograd.quantize_weights`.
         """
         refuse_ranks(self.dispatcher, "quantize_weights")
-        require(
-            self.precision != "bf16", "precision", "'fp8' or 'fp8_rollout' for quantize_weights", repr(self.precision)
-        )
+        require(self.precision != "bf16", "precision", "'fp8' or 'fp8_rollout'", repr(self.precision))
         require(not self.stored, "storage", "None for quantize_weights", "stored weights, which are kept as they are")
         weights = self.up_proj_weight, self.down_proj
         check_weights(*weights, self.up_bias, self.down_proj_bias, self.options)
