@@ -273,6 +273,18 @@ def test_stored_weights_are_multiplied_as_they_are(make_case, quantized_orders):
     assert not quantized_orders and all(map(torch.equal, got, expected))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kept_weights_are_read_in_a_dtype_that_the_kernel_has(quantized_orders, monkeypatch, dtype):
+    """It rounds float32 itself; under autocast there are others."""
+    given: list[Any] = []
+    monkeypatch.setattr(
+        quantize, "launch_refresh", lambda *values, **named: given.extend((values[0].dtype, named["f32"]))
+    )
+    weight = torch.ones(2, 256, 256, dtype=dtype)
+    hopper_backend.refresh_weights(weight, torch.bfloat16, None, None, None, 1, scale_values="float32")
+    assert given == ([torch.float32, True] if dtype == torch.float32 else [torch.bfloat16, False])
+
+
 def test_weights_are_rounded_to_the_dtype_of_x_first(quantized_orders):
     weight = torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(0))
 
