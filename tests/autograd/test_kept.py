@@ -207,6 +207,16 @@ def test_nothing_is_kept_where_that_is_asked(unseen):
     assert not bf16.kept.nbytes
 
 
+def test_nothing_is_kept_while_a_graph_is_captured(unseen, monkeypatch):
+    layer = layer_that().requires_grad_(False)
+    layer(X)
+    assert layer.kept.nbytes
+    monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    weights = layer.gate_up_proj, layer.down_proj
+    assert layer.kept.of_weights(weights, X.dtype, torch_backend, "fp8") is None and not layer.kept.nbytes
+
+
 @pytest.mark.full
 def test_a_compiled_layer_keeps_nothing_and_takes_nothing_stale(unseen):
     layer = layer_that()

@@ -84,6 +84,7 @@ def test_a_layer_loads_them(make_case):
     layer.load_state_dict(weights | {"router.weight": layer.router.weight})
     routes = {"experts": case.topk_experts, "scores": case.scores.detach()}
     assert torch.equal(layer(case.x, **routes)[0], case.forward(**ROLLOUT))
+    refuses(layer.quantize_weights, "storage")
 
 
 REFUSED = {

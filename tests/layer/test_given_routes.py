@@ -50,7 +50,7 @@ def test_the_routers_own_routes_give_its_output_and_load(layer: MoE, x: Tensor, 
 
 def test_scores_get_their_gradient_and_ids_of_no_expert_no_row(layer: MoE, x: Tensor) -> None:
     given = routes(layer, x)
-    given["experts"][0, :2, 0] = torch.tensor([-1, E])
+    given["experts"][0, :2, 0] = torch.tensor([-1, E + 1])
     given["scores"].requires_grad_()
     out, stats = layer(x, **given)
     out.square().sum().backward()
