@@ -64,8 +64,8 @@ class MoE(nn.Module, Shown):
         router_options: the keywords of `Router` for a named one, each a keyword here: ``MoE(..., aux_loss=0.01)``.
         bias: whether the experts' projections have biases.
         d_shared: width of the shared expert that every token visits (DeepSeekMoE §3.2); 0 for none.
-        keep_quantized: for how long weights that fp8 has quantized are kept: until the optimizer's "step", until they have
-            "changed", or until they are "used" (docs/fp8.md).
+        keep_quantized: how long quantized weights are kept, with precision="fp8" or "fp8_rollout": "step" frees them when an
+            optimizer steps, "changed" fills their memory again after it, "used" keeps none (docs/fp8.md).
         storage: a name of `blazeproto.stored.FORMATS`, to which `store_weights` then quantizes the experts; None: as parameters.
         keywords: the fields of `blazeproto.autograd.Options`; each is an attribute of the layer, which may be set later.
         device, dtype: of the parameters. A layer of float32 takes x in bf16 or fp16 too and computes in x's dtype; the gradients
@@ -192,8 +192,8 @@ class MoE(nn.Module, Shown):
         token_ids: (...) integers, for hash routing alone.
         mask: (...) bool; default: all True. A token where it is False is padding: its output is 0, from the shared expert too;
         it takes no row, has no part in loads and losses, and gets no gradient; what x holds there, NaN too, changes nothing.
-        experts, scores: (..., K) integers and floating point, of an inference engine, say. The router does not run and gets no
-        gradient; scores get theirs if they need one; stats have no losses. An id outside [0, E) is of no expert.
+        experts, scores: (..., K) integers and floating point, such as an inference engine's. The router does not run and gets no
+        gradient; scores get theirs if they need one; stats have no losses. An id outside [0, E) adds nothing.
         TypeError or ValueError names what does not fit.
         """
         check_dense("x", x)
@@ -249,17 +249,17 @@ class MoE(nn.Module, Shown):
         store(self, (self.up_name, "down_proj"), storage)
 
     def quantize_weights(self, dtype: torch.dtype | None = None) -> None:
-        """With quantized operands: quantize the experts' weights now, and keep that in ``quantized`` for all forwards to come.
+        """With precision="fp8" or "fp8_rollout": quantize the experts' weights now, and keep them for all forwards to come.
 
-        To be called again after each step of the optimizer; ``layer.quantized = None`` ends it. A forward with weights that have
-        changed since raises ValueError. dtype: of x; see `blazeproto.autograd.quantize_weights`, which says what it refuses;
-        ValueError for a layer of another precision, RuntimeError for one with a dispatcher.
+        Call it again after each step of the optimizer, or a forward raises ValueError; ``layer.quantized = None`` ends it. dtype:
+        of x. ValueError for another precision or stored weights, RuntimeError with a dispatcher; see `autograd.quantize_weights`.
         """
         refuse_ranks(self.dispatcher, "quantize_weights")
-        require(self.precision != "bf16", "precision", "'fp8' for quantize_weights", repr(self.precision))
-        weights, how = (self.up_proj_weight, self.down_proj), {"dtype": dtype, "backend": self.backend}
+        require(self.precision != "bf16", "precision", "'fp8' or 'fp8_rollout'", repr(self.precision))
+        require(not self.stored, "storage", "None for quantize_weights", "stored weights, which are kept as they are")
+        weights = self.up_proj_weight, self.down_proj
         check_weights(*weights, self.up_bias, self.down_proj_bias, self.options)
-        self.quantized = quantize_weights(*weights, **how, precision=self.precision)
+        self.quantized = quantize_weights(*weights, dtype=dtype, backend=self.backend, precision=self.precision)
 
     def prepare(self, num_tokens: int) -> None:
         """Compile, in parallel, and load what the experts launch for ``num_tokens`` tokens: a CUDA-graph capture can do neither.

@@ -1,13 +1,13 @@
 """Weights in fp8 that outlive a forward pass: for how long they are those that their weights would be quantized to.
 
 `QuantizedWeights` are the caller's, who says when the weights have changed: a forward with others raises. `KeptWeights` are a
-layer's own, made by a forward that meets another version of a weight, and freed when an optimizer steps:
+layer's own, made by the first forward with a version of a weight, and freed when an optimizer steps:
 
     forward ──> quantize, both orders ──> backward, forward of the next micro-batch, backward ──> optimizer.step() frees them
 
 The host sees most writes: by another tensor, by another version, and by a hook on optimizers, since fused ones change no version.
 It does not see a write through ``weight.data`` or by a replayed CUDA graph. So each forward with kept copies looks at one of 32
-numbers on the device, in each row and each column. Where one has changed, the weight is quantized again (cuda/quantize.cu).
+numbers on the device, in each row and each column. If one has changed, the weight is quantized again (cuda/quantize.cu).
 """
 
 from dataclasses import dataclass
@@ -91,7 +91,8 @@ def check_unchanged(record: Tensor, weight: Tensor, *, copies: bool) -> None:
     state = _state(weight)
     if _MADE_OF.get(record.untyped_storage(), state if copies else None) != state:
         raise ValueError(
-            "quantized: expected of these weights, got of others, or of them before they changed: call quantize_weights again"
+            "quantized: expected copies of these weights as they are now, got copies of others, or from before a change: "
+            "call quantize_weights again"
         )
 
 
@@ -180,8 +181,8 @@ class KeptWeights:
     how: "step": an optimizer's step frees them. "changed": their memory stays, and the first forward after a step fills it
     again. "used": nothing is kept, and each forward quantizes.
 
-    Trained weights are kept once an optimizer of torch's has been seen to step them; frozen ones, and those of forwards without
-    gradients, at once. Nothing is kept of what is no `nn.Parameter`, as a DTensor, or was made in inference mode, nor while a
+    Trained weights are kept once a torch optimizer has stepped them; frozen weights, and all in forwards without gradients, at
+    once. Nothing is kept of a weight that is no `nn.Parameter`, such as a DTensor, or was made in inference mode, nor while a
     CUDA graph is captured.
 
     ValueError for another ``how``, as the layer's argument keep_quantized.
@@ -244,7 +245,7 @@ class KeptWeights:
             self.clear()
 
     def clear(self) -> None:
-        """What is kept is not used again: the next forward quantizes."""
+        """The next forward quantizes."""
         self._made = self._made._replace(of=()) if self._made is not None and self.how == "changed" else None
 
 

@@ -116,9 +116,9 @@ def moe_mlp(
             for a look at them would wait for the device; `dispatch.build_dispatch_varying(validate=True)` takes that look.
         peers: what a dispatcher says whose exchange moves rows inside the operators (`Arrived.peers`): x is then of this rank's
             tokens, and scores and choice are of the pairs that arrived. x and the weights are not checked again.
-        quantized: with precision="fp8", what `quantize_weights` made of gate_up_proj and down_proj as they are now; or
-            `KeptWeights`, which make them where need be, and keep them. Default: each forward quantizes the weights, as
-            ``keep_transposed`` says.
+        quantized: with precision="fp8" or "fp8_rollout", what `quantize_weights` made of gate_up_proj and down_proj as they are
+            now; or a `KeptWeights` (a layer's ``kept``), which makes and keeps them. Default: each forward quantizes the weights,
+            as ``keep_transposed`` says.
         options: an `Options`, in place of the keywords below; a keyword that is given too replaces its field.
         keywords: the fields of `Options`.
 

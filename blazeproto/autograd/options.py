@@ -118,7 +118,7 @@ class Options:
         halves lie apart, d_model a multiple of 16 and d_expert one of 128, contiguous weights and combine="gather", and
         refuses save="paper" and workspace_bytes. Low-rank factors are multiplied in bf16. fp8_rollout takes multiples of
         128, and weights stored as fp8 in blocks of 128 x 128 too, which it multiplies as they are.
-        docs/fp8.md has what is quantized how, docs/rollout.md what fp8_rollout is.""",
+        See docs/fp8.md and docs/rollout.md.""",
         ),
     )
     keep_transposed: bool = field(

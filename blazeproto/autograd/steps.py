@@ -109,7 +109,8 @@ class Steps:
         self.needs, self.sums, self.overwrite_h = needs, sums, overwrite_h
         self.rows, self.dtype = backend.rows_of(chunk.dispatch), call.p.x.dtype
         in_bf16 = (call.p.up_a, call.p.down_a, call.p.down_bias)  # which take tokens that are not quantized
-        self.sends_quantized = self.exchange and call.quantized and all(t is None for t in in_bf16)
+        whole = call.quantized and call.recipe.x.scale == "token"  # an exchange has room for one scale a token
+        self.sends_quantized = self.exchange and whole and all(t is None for t in in_bf16)
         self.loaded: tuple[Any, Any] = None, None
         self.held: list[Saved] = []
         self.scores = take(call.p.scores, chunk.tokens)

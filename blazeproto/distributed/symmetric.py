@@ -50,7 +50,8 @@ class Symmetric(OverRanks):
         device: of the layers; default: the current GPU with NCCL, else the CPU.
 
     On a GPU layers run on the Hopper backend, and x is bf16. With ``precision="fp8"`` x and dO are sent as e4m3 with one scale a
-    token, d + 4 bytes in place of 2 d. A token's scale depends on that token alone, so this changes no bit.
+    token, d + 4 bytes in place of 2 d. A token's scale depends on that token alone, so this changes no bit. With low-rank
+    factors, a down bias or "fp8_rollout" they are sent in bf16.
 
     A rank's memory for the exchange: 2 (2 P - 1) max_tokens d bytes, and 12 P + 4 a pair. The options ``workspace_bytes``,
     ``combine="fused"`` and ``"fused_both"`` are refused. With a ``row_capacity`` a rank computes at most that many of the rows

@@ -82,7 +82,7 @@ RECIPES = {
         act=Operand("e4m3", "1x128", "float32"),
     ),
 }
-FP8 = RECIPES["fp8"]
+FP8, ROLLOUT = RECIPES["fp8"], RECIPES["fp8_rollout"]
 
 
 def name_of(precision: Any) -> str:
@@ -94,5 +94,7 @@ def name_of(precision: Any) -> str:
         return names[0]
     if type(precision) is not Recipe:
         raise ValueError(f"precision: expected one of {', '.join(map(repr, RECIPES))} or a Recipe, got {precision!r}")
-    differs = next(each.name for each in fields(Recipe) if getattr(precision, each.name) != getattr(FP8, each.name))
-    raise ValueError(f"precision.{differs}: expected {getattr(FP8, differs)}, got {getattr(precision, differs)!r}")
+    names = [each.name for each in fields(Recipe)]
+    differing = ([n for n in names if getattr(precision, n) != getattr(recipe, n)] for recipe in (FP8, ROLLOUT))
+    (differs, *_), nearest = min(zip(differing, (FP8, ROLLOUT), strict=True), key=lambda each: len(each[0]))
+    raise ValueError(f"precision.{differs}: expected {getattr(nearest, differs)}, got {getattr(precision, differs)!r}")

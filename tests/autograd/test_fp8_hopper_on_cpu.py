@@ -179,8 +179,16 @@ class Second(PeerExchange):
 
     def __init__(self, tokens: int, d_model: int) -> None:
         self.layout, self.places, self.sent = MemoryLayout(2, tokens, 1, d_model), 2 * tokens, 0
+        self.plain = 0
         self.memory = torch.full((self.layout.size,), 0xFF, dtype=torch.uint8)
         self.end = SimpleNamespace(send=self.store)
+
+    def send(self, t: Tensor | Quantized, token_ranks: Tensor) -> Tensor | Quantized:
+        """In place of bf16 rows, float32 ones."""
+        if isinstance(t, Quantized):
+            return super().send(t, token_ranks)
+        self.plain += 1
+        return torch.cat((torch.full_like(t, torch.nan), t))
 
     def store(self, rows: int, scales: int, _: int, *, num_tokens: int, stream: int) -> tuple[()]:
         """As cuda/exchange.cu does."""
@@ -232,18 +240,28 @@ def test_it_is_the_formula_and_quantizes_no_weight_twice(make_case, quantized_or
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_an_exchange_brings_quantized_rows(make_case, quantized_orders, monkeypatch):
-    """The bits of one rank, whose tokens they are. x is sent in forward; dO, x and dO again in backward."""
-    case = make_case(*SIZES, sentinels=True, idle=(2,))
+@pytest.mark.parametrize(
+    ("precision", "beside", "sent"),
+    [
+        ("fp8", "weights alone", (4, 0)),
+        ("fp8", "biases", (0, 4)),
+        ("fp8", "factors", (0, 4)),
+        ("fp8_rollout", "weights alone", (0, 4)),
+    ],
+)
+def test_an_exchange_brings_rows(make_case, quantized_orders, monkeypatch, precision, beside, sent):
+    """The bits of one rank, whose tokens they are. x is sent in forward; dO, x and dO again in backward.
+    sent: how many times quantized rows, and others."""
+    case = make_case(137, 512, *SIZES[2:], sentinels=True, idle=(2,), **BESIDE[beside])
     EXCHANGES["second"] = second = Second(*case.x.shape)
     monkeypatch.setattr(exchanges, "driver", SimpleNamespace(launch=lambda *_: None))
     monkeypatch.setattr(exchanges, "current_stream", lambda _: 0)
-    expected = case.run(precision="fp8")
+    expected = case.run(precision=precision)
     of_rank_0 = torch.full_like(case.topk_experts, -1)
     ids, scores = torch.cat((of_rank_0, case.topk_experts)), torch.cat((torch.zeros(of_rank_0.shape), case.scores))
     peers = PeersNamed(torch.full((len(case.x),), 2, dtype=torch.int32), "second")
-    made = case.run(precision="fp8", topk_experts=ids, scores=scores, peers=peers)
-    assert second.sent == 4
+    made = case.run(precision=precision, topk_experts=ids, scores=scores, peers=peers)
+    assert (second.sent, second.plain) == sent
     assert all(map(torch.equal, made, expected))
 
 
@@ -253,6 +271,18 @@ def test_stored_weights_are_multiplied_as_they_are(make_case, quantized_orders):
     quantized_orders.clear()
     got = run(case, gate_up_proj=as_stored(case.gate_up_proj), down_proj=as_stored(case.down_proj))
     assert not quantized_orders and all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kept_weights_are_read_in_a_dtype_that_the_kernel_has(quantized_orders, monkeypatch, dtype):
+    """It rounds float32 itself; under autocast there are others."""
+    given: list[Any] = []
+    monkeypatch.setattr(
+        quantize, "launch_refresh", lambda *values, **named: given.extend((values[0].dtype, named["f32"]))
+    )
+    weight = torch.ones(2, 256, 256, dtype=dtype)
+    hopper_backend.refresh_weights(weight, torch.bfloat16, None, None, None, 1, scale_values="float32")
+    assert given == ([torch.float32, True] if dtype == torch.float32 else [torch.bfloat16, False])
 
 
 def test_weights_are_rounded_to_the_dtype_of_x_first(quantized_orders):

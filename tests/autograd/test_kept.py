@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from blazeproto import MoE
+from blazeproto import MoE, moe_mlp
 from blazeproto.autograd import torch_backend
 from blazeproto.autograd.kept import KeptWeights
 from tests.autograd.test_fp8 import WRITERS
@@ -79,13 +79,15 @@ def test_they_are_counted_and_shown(unseen):
     assert f"kept={layer.kept.nbytes} bytes of quantized weights" in repr(layer) and layer.saved_bytes(8) < saved
     for copy in (deepcopy(layer), torch.nn.ModuleList([layer])[0]):
         assert (copy.kept.nbytes == 0) == (copy is not layer)
+    assert deepcopy(layer_that("changed")).kept.how == "changed"
 
 
 def test_frozen_and_evaluated_layers_quantize_once(unseen):
     layer = layer_that()
-    for _ in range(3):
-        with torch.no_grad():
+    for without_gradients in (torch.inference_mode, torch.no_grad):
+        with without_gradients():
             layer(X)
+        assert layer.kept.nbytes
     layer.requires_grad_(False)
     layer(X.clone().requires_grad_())[0].sum().backward()
     with torch.inference_mode():
@@ -105,6 +107,23 @@ def test_memory_that_stays_is_filled_again(unseen):
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(layer(X)[0], like(layer)(X)[0])
     assert layer.kept.nbytes and len(unseen) == 6
+
+
+def experts(quantized: KeptWeights | None, weights: tuple[torch.Tensor, ...], precision: str) -> torch.Tensor:
+    rows = torch.ones(8, 128), *weights, torch.ones(8, 1), torch.zeros(8, 1, dtype=torch.int64)
+    return moe_mlp(*rows, num_experts=len(weights[0]), precision=precision, quantized=quantized)
+
+
+@pytest.mark.parametrize("keeps", ["step", "changed"])
+def test_weights_are_kept_for_one_precision_and_shape(unseen, keeps):
+    kept = KeptWeights(keeps)
+    for E in (2, 3):
+        weights = tuple(torch.nn.Parameter(torch.randn(E, *size), False) for size in ((256, 128), (128, 128)))
+        for precision in ("fp8", "fp8_rollout", "fp8"):
+            assert torch.equal(experts(kept, weights, precision), experts(None, weights, precision)) and kept.nbytes
+    assert len(unseen) == 12
+    experts(kept, (weights[0], weights[1].detach()), "fp8")  # one that a program made for this forward, say
+    assert not kept.nbytes
 
 
 @pytest.mark.parametrize("keeps", ["step", "changed"])
@@ -186,6 +205,16 @@ def test_nothing_is_kept_where_that_is_asked(unseen):
     bf16 = MoE(64, 128, 4, 2)
     bf16(X)
     assert not bf16.kept.nbytes
+
+
+def test_nothing_is_kept_while_a_graph_is_captured(unseen, monkeypatch):
+    layer = layer_that().requires_grad_(False)
+    layer(X)
+    assert layer.kept.nbytes
+    monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    weights = layer.gate_up_proj, layer.down_proj
+    assert layer.kept.of_weights(weights, X.dtype, torch_backend, "fp8") is None and not layer.kept.nbytes
 
 
 @pytest.mark.full

@@ -119,6 +119,12 @@ def test_the_page_s_peaks_are_these(peak):
         sizes, *cells = (cell.strip() for cell in line.strip("|").split("|"))
         assert sizes == ", ".join(map(str, shape[:5]))
         assert [int(cell.replace(" ", "")) for cell in cells] == [round(peak(shape, **way) / MIB) for way in COLUMNS]
+    frozen = {"precision": "fp8", "frozen": True}
+    above = sum(peak(shape, **frozen) > peak(shape, "bf16", frozen=True) for shape in (*SHAPES, *OTHERS))
+    most = (
+        f"{peak(OTHERS[4], **frozen, **way) / MIB:,.0f}".replace(",", " ") for way in ({}, {"keep_transposed": False})
+    )
+    assert above == 7 and "peaks at {} MiB ({} with".format(*most) in page
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, *OTHERS], ids=lambda shape: f"T{shape.T}d{shape.d}n{shape.n}")

@@ -84,6 +84,7 @@ def test_a_layer_loads_them(make_case):
     layer.load_state_dict(weights | {"router.weight": layer.router.weight})
     routes = {"experts": case.topk_experts, "scores": case.scores.detach()}
     assert torch.equal(layer(case.x, **routes)[0], case.forward(**ROLLOUT))
+    refuses(layer.quantize_weights, "storage")
 
 
 REFUSED = {
@@ -104,4 +105,4 @@ def test_other_stored_weights_are_refused(make_case, which):
 
 def test_widths_are_whole_blocks_and_recipes_are_those_of_the_table(make_case):
     refuses(lambda: make_case(37, 144, 256, 5, 3).forward(**ROLLOUT), "precision")
-    refuses(lambda: MoE(128, 128, 4, 2, precision=Recipe(**FLOATS, act=Operand("e4m3", "1x128"))), "precision.x")
+    refuses(lambda: MoE(128, 128, 4, 2, precision=Recipe(**FLOATS, act=Operand("e4m3", "1x128"))), "precision.act")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from blazeproto import MoE, cost, dispatch
 from blazeproto.gemm import PRODUCTS, Sizes
+from blazeproto.gemm.recipe import RECIPES
 from blazeproto.lab import explanation, times
 from blazeproto.lab.explanation import Explanation, explain
 from tests.refusals import refuses
@@ -159,6 +160,14 @@ def test_fp8_without_gradients(save: str) -> None:
         names = [step.name for step in made.rows if step.phase == "backward"]
         assert "up_backward_weight" not in names and ("up_backward_act" in names) == wants
         assert names.index("down_backward_weight") == max(map(names.index, {*names} & {*PRODUCTS}))
+
+
+@pytest.mark.parametrize(("precision", "scales"), [("fp8", (96,)), ("fp8_rollout", (96, 4))])
+def test_a_precision_s_recipe_is_shown(precision: str, scales: tuple[int, ...]) -> None:
+    made = explain(MoE(512, 128, 8, 2, precision=precision), torch.randn(96, 512))
+    assert f"{precision}: {RECIPES[precision]}." in " ".join(str(made).split())
+    (quantizing,) = (step for step in made.rows if step.name == "quantize x" and step.phase == "forward")
+    assert scales in [a.shape for a in quantizing.writes]
 
 
 def test_a_layer_on_meta() -> None:
