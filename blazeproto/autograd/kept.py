@@ -165,8 +165,9 @@ _KEPT: "WeakSet[KeptWeights]" = WeakSet()
 
 
 class _Kept(NamedTuple):
-    """Copies.  hashes: of both weights' blocks (`quantize.launch_refresh`).  fits: dtype of x, recipe, shapes and devices of
-    weights that the memory is for.  of: the states of the weights, none once an optimizer has stepped."""
+    """Copies.  hashes: of both weights' blocks (`quantize.launch_refresh`).  fits: dtype of x, recipe, places and shapes of the
+    weights that the memory is for. Of others it is left as it is, for a backward to come.  of: the states of the weights, none
+    once an optimizer has stepped."""
 
     weights: QuantizedWeights
     hashes: tuple[Tensor, ...]
@@ -229,7 +230,7 @@ class KeptWeights:
     def _anew(self, weights: tuple[Tensor, ...], dtype: torch.dtype, precision: str) -> _Kept:
         """The memory from before if it fits, else new memory."""
         made, self._made = self._made, None
-        fits = (dtype, precision, *((weight.shape, weight.device) for weight in weights))
+        fits = (dtype, precision, *(_state(weight)[:3] for weight in weights))
         if made is None or made.fits != fits:
             made = None  # its memory goes first
             up, down = (new_orders(weight, (True, True))[0] for weight in weights)

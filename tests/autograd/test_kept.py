@@ -162,6 +162,21 @@ def test_what_fsdp_gathers_is_not_kept(group, reshard):
             step(each)
 
 
+@pytest.mark.parametrize("keeps", ["step", "changed"])
+def test_another_models_weights_in_between_change_no_backward(keeps):
+    """As of a teacher."""
+    layer, gradients = layer_that(keeps), []
+    step(layer)
+    others = {name: torch.nn.Parameter(torch.randn_like(p)) for name, p in layer.named_parameters()}
+    for each in (layer, like(layer)):
+        x = X.clone().requires_grad_()
+        out = each(x)[0]
+        with torch.no_grad():
+            torch.func.functional_call(each, others, (X,))
+        gradients += torch.autograd.grad(out.square().sum(), x)
+    assert torch.equal(*gradients)
+
+
 def test_weights_of_ones_own_beside_the_optimizers_are_not_kept(unseen):
     """As where an optimizer steps float32 copies, and writes back through data."""
     layer = layer_that()
