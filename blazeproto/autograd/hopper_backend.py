@@ -274,9 +274,8 @@ def refresh_weights(
     scale_values: str,
 ) -> None:
     f32 = weight.dtype == torch.float32  # which the kernel rounds to bf16
-    quantize.launch_refresh(
-        ready(weight), place_of(weight), out, transposed, hashes, call, f32=f32, scale_values=scale_values
-    )
+    weight = ready(weight if f32 else cast(weight, dtype))
+    quantize.launch_refresh(weight, place_of(weight), out, transposed, hashes, call, f32=f32, scale_values=scale_values)
 
 
 def place_of(t: Tensor) -> OnStream:
