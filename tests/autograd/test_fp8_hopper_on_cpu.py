@@ -194,6 +194,13 @@ class Second(PeerExchange):
         self.sent += 1
         return ()
 
+    def send(self, t: Any, token_ranks: Tensor) -> Any:
+        """Rows that are not quantized stay in the case's dtype."""
+        if isinstance(t, Quantized):
+            return super().send(t, token_ranks)
+        self.sent += 1
+        return torch.cat((torch.full_like(t, float("nan")), t))
+
     def add_up(self, _: Any, y: Tensor, rows: Any, *, out: Tensor, columns: Any = None, **named: Any) -> None:
         made = out.new_empty(self.places, out.shape[1])
         hopper_backend.launch_combine(y, rows, out=made, columns=columns, **named)
@@ -232,17 +239,19 @@ def test_it_is_the_formula_and_quantizes_no_weight_twice(make_case, quantized_or
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_an_exchange_brings_quantized_rows(make_case, quantized_orders, monkeypatch):
-    """The bits of one rank, whose tokens they are. x is sent in forward; dO, x and dO again in backward."""
-    case = make_case(*SIZES, sentinels=True, idle=(2,))
+@pytest.mark.parametrize("precision", ["fp8", "fp8_rollout"])
+def test_an_exchange_brings_quantized_rows(make_case, quantized_orders, monkeypatch, precision):
+    """The bits of one rank, whose tokens they are. x is sent in forward; dO, x and dO again in backward. Of fp8_rollout, where x
+    has several scales a token, they come as they are."""
+    case = make_case(137, 512, *SIZES[2:], sentinels=True, idle=(2,))
     EXCHANGES["second"] = second = Second(*case.x.shape)
     monkeypatch.setattr(exchanges, "driver", SimpleNamespace(launch=lambda *_: None))
     monkeypatch.setattr(exchanges, "current_stream", lambda _: 0)
-    expected = case.run(precision="fp8")
+    expected = case.run(precision=precision)
     of_rank_0 = torch.full_like(case.topk_experts, -1)
     ids, scores = torch.cat((of_rank_0, case.topk_experts)), torch.cat((torch.zeros(of_rank_0.shape), case.scores))
     peers = PeersNamed(torch.full((len(case.x),), 2, dtype=torch.int32), "second")
-    made = case.run(precision="fp8", topk_experts=ids, scores=scores, peers=peers)
+    made = case.run(precision=precision, topk_experts=ids, scores=scores, peers=peers)
     assert second.sent == 4
     assert all(map(torch.equal, made, expected))
 
