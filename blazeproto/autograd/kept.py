@@ -183,7 +183,7 @@ class KeptWeights:
 
     Trained weights are kept once an optimizer of torch's has been seen to step them; frozen ones, and those of forwards without
     gradients, at once. Nothing is kept of what is no `nn.Parameter`, as a DTensor, or was made in inference mode, nor while a
-    CUDA graph is captured.
+    CUDA graph is captured or tensors are fake.
 
     ValueError for another ``how``, as the layer's argument keep_quantized.
     """
@@ -210,7 +210,8 @@ class KeptWeights:
         """The weights (E, 2n, d) and (E, d, n), quantized as they are now; None where nothing is kept of them."""
         _watch_optimizers()
         may = [_may_keep(weight) for weight in weights]
-        if self.how == "used" or not all(may) or (weights[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        elsewhere = not all(may) or type(weights[0].new_empty(0)) is not Tensor  # a mode makes fake ones
+        if self.how == "used" or elsewhere or (weights[0].is_cuda and torch.cuda.is_current_stream_capturing()):
             self._made = None
             return None
         made, of = self._made, tuple(map(_state, weights))

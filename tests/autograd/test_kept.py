@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -175,6 +176,14 @@ def test_another_models_weights_in_between_change_no_backward(keeps):
             torch.func.functional_call(each, others, (X,))
         gradients += torch.autograd.grad(out.square().sum(), x)
     assert torch.equal(*gradients)
+
+
+def test_a_forward_of_fake_tensors_leaves_nothing():
+    layer = layer_that()
+    step(layer)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        layer(mode.from_tensor(X))
+    assert torch.equal(layer(X)[0], like(layer)(X)[0])
 
 
 def test_weights_of_ones_own_beside_the_optimizers_are_not_kept(unseen):
