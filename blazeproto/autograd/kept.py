@@ -204,6 +204,11 @@ class KeptWeights:
         """Bytes of memory: about twice the number of the weights' elements, or 0."""
         return 0 if self._made is None else self._made.weights.nbytes + sum(each.nbytes for each in self._made.hashes)
 
+    def keeps(self, *weights: Any) -> bool:
+        """Whether a forward with gradients has kept copies of these weights, or makes them."""
+        with torch.enable_grad():
+            return self.how != "used" and all(map(_may_keep, weights))
+
     def of_weights(
         self, weights: tuple[Any, Any], dtype: torch.dtype, backend: Any, precision: str
     ) -> QuantizedWeights | None:
