@@ -257,7 +257,7 @@ class MoE(nn.Module, Shown):
         """
         refuse_ranks(self.dispatcher, "quantize_weights")
         require(self.precision != "bf16", "precision", "'fp8' for quantize_weights", repr(self.precision))
-        weights, how = (self.up_proj_weight, self.down_proj), {"dtype": dtype, "backend": self.backend}
+        weights, how = (self.up_proj_weight, self.down_proj_weight), {"dtype": dtype, "backend": self.backend}
         check_weights(*weights, self.up_bias, self.down_proj_bias, self.options)
         self.quantized = quantize_weights(*weights, **how, precision=self.precision)
 

@@ -28,7 +28,7 @@ from blazeproto.autograd.operators import cast, ready
 from blazeproto.autograd.records import new_orders, weight_in
 from blazeproto.gemm.e4m3 import scales_shape
 from blazeproto.gemm.recipe import RECIPES
-from blazeproto.runtime.checks import instance, one_of
+from blazeproto.runtime.checks import instance, one_of, require
 
 _State = tuple[ref[torch.UntypedStorage], int, torch.Size, int | None]
 
@@ -133,6 +133,7 @@ def records_of(
     """up and down. TypeError for what is not `QuantizedWeights`; ValueError: they are not for x of this dtype or for this
     precision, or not of these weights as they are, which a compiled call finds in its operators (`node.experts`)."""
     instance("quantized", quantized, QuantizedWeights, optional=True)
+    require(all(isinstance(weight, Tensor) for weight in weights), "quantized", "None with stored weights", "some")
     for name, expected, got in (("precision", quantized.precision, precision), ("x", quantized.dtype, dtype)):
         if expected != got:
             raise ValueError(f"quantized: expected {name} in {expected}, got {got}")
