@@ -28,6 +28,7 @@ from blazeproto.autograd.operators import cast, ready
 from blazeproto.autograd.records import new_orders, weight_in
 from blazeproto.gemm.e4m3 import scales_shape
 from blazeproto.gemm.recipe import RECIPES
+from blazeproto.runtime.arrays import current_stream
 from blazeproto.runtime.checks import instance, one_of, require
 
 _State = tuple[ref[torch.UntypedStorage], int, torch.Size, int | None]
@@ -166,9 +167,9 @@ _KEPT: "WeakSet[KeptWeights]" = WeakSet()
 
 
 class _Kept(NamedTuple):
-    """Copies.  hashes: of both weights' blocks (`quantize.launch_refresh`).  fits: dtype of x, recipe, places and shapes of the
-    weights that the memory is for. Of others it is left as it is, for a backward to come.  of: the states of the weights, none
-    once an optimizer has stepped."""
+    """Copies.  hashes: of both weights' blocks (`quantize.launch_refresh`).  fits: dtype of x, recipe, stream, places and shapes
+    of the weights that the memory is for. Of others it is left as it is, for a backward to come; on another stream a product
+    would not wait for what makes them.  of: the states of the weights, none once an optimizer has stepped."""
 
     weights: QuantizedWeights
     hashes: tuple[Tensor, ...]
@@ -220,10 +221,10 @@ class KeptWeights:
         if self.how == "used" or elsewhere or (weights[0].is_cuda and torch.cuda.is_current_stream_capturing()):
             self._made = None
             return None
-        made, of = self._made, tuple(map(_state, weights))
+        made, of, how = self._made, tuple(map(_state, weights)), (dtype, precision, stream_of(weights[0]))
         with torch.no_grad(), torch.inference_mode(False):  # or no backward could save what is made
-            if made is None or made.of != of or made.fits[:2] != (dtype, precision):
-                made = self._made = self._anew(weights, dtype, precision)._replace(of=of)
+            if made is None or made.of != of or made.fits[: len(how)] != how:
+                made = self._made = self._anew(weights, *how)._replace(of=of)
                 for known, record, state in zip(made.hashes, (made.weights.up, made.weights.down), of, strict=True):
                     known.zero_()
                     _MADE_OF[record.untyped_storage()] = state
@@ -234,10 +235,10 @@ class KeptWeights:
                 backend.refresh_weights(weight, dtype, *orders, hashes, self._calls, scale_values=values)
         return made.weights
 
-    def _anew(self, weights: tuple[Tensor, ...], dtype: torch.dtype, precision: str) -> _Kept:
+    def _anew(self, weights: tuple[Tensor, ...], dtype: torch.dtype, precision: str, stream: int) -> _Kept:
         """The memory from before if it fits, else new memory."""
         made, self._made = self._made, None
-        fits = (dtype, precision, *(_state(weight)[:3] for weight in weights))
+        fits = (dtype, precision, stream, *(_state(weight)[:3] for weight in weights))
         if made is None or made.fits != fits:
             made = None  # its memory goes first
             up, down = (new_orders(weight, (True, True))[0] for weight in weights)
@@ -254,6 +255,11 @@ class KeptWeights:
     def clear(self) -> None:
         """What is kept is not used again: the next forward quantizes."""
         self._made = self._made._replace(of=()) if self._made is not None and self.how == "changed" else None
+
+
+def stream_of(weight: Tensor) -> int:
+    """The stream that the caller works on, where the weight is on a GPU."""
+    return current_stream(weight) if weight.is_cuda else 0
 
 
 def _may_keep(weight: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from blazeproto import MoE
-from blazeproto.autograd import torch_backend
+from blazeproto.autograd import kept, torch_backend
 from blazeproto.autograd.kept import KeptWeights
 from tests.autograd.test_fp8 import WRITERS
 from tests.refusals import refuses
@@ -178,6 +178,16 @@ def test_another_models_weights_in_between_change_no_backward(keeps):
             torch.func.functional_call(each, others, (X,))
         gradients += torch.autograd.grad(out.square().sum(), x)
     assert torch.equal(*gradients)
+
+
+def test_no_stream_takes_what_another_may_still_be_making(unseen, monkeypatch):
+    layer = layer_that()
+    step(layer)
+    records = []
+    for stream in (0, 0, 1):
+        monkeypatch.setattr(kept, "stream_of", lambda _, stream=stream: stream)
+        records.append(layer.kept.of_weights((layer.gate_up_proj, layer.down_proj), X.dtype, torch_backend, "fp8"))
+    assert records[0] is records[1] is not records[2] and unseen == [1, 1, 3, 3]
 
 
 def test_a_forward_of_fake_tensors_leaves_nothing():
