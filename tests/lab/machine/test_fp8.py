@@ -276,14 +276,14 @@ def test_the_up_projection_is_right_with_a_bias_and_factors(rank: int) -> None:
 FAULTS = {  # a file, its text, another one, and the rank with which it is a fault
     "the bias has the token's scale": (
         "up_fp8.cu",
-        "pack_biased(token_scale[h] * of.x, token_scale[h] * of.y, low)",
-        "pack_bf16(token_scale[h] * (of.x + bf16_low(low)), token_scale[h] * (of.y + bf16_high(low)))",
+        "pack_biased(by * of.x, by * of.y, low)",
+        "pack_bf16(by * (of.x + bf16_low(low)), by * (of.y + bf16_high(low)))",
         0,
     ),
     "factors' products have the token's scale": (
         "up_fp8.cu",
-        "{ apply_scales(acc, token_scale); }",
-        "{}",
+        "if (!BLOCK_SCALES) apply_scales(acc, token_scale);",
+        "",
         24,
     ),
 }

@@ -75,7 +75,7 @@ def test_blocks_are_made_anew_where_they_have_changed(f32: bool) -> None:
     for changed in (
         np.s_[0, 5, :],
         np.s_[1, :, 300],
-        np.s_[1, 128:, 1024:],
+        np.s_[1, :, 1024:],
     ):  # a row, a column, the last block, which is small
         kept.weight[changed] = 0
         kept.refresh()
