@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from blazeproto.autograd.operators import cast, ready
+from blazeproto.autograd.operators import cast, gpu_of, ready
 from blazeproto.autograd.records import new_orders, weight_in
 from blazeproto.gemm.e4m3 import scales_shape
 from blazeproto.gemm.recipe import RECIPES
@@ -154,7 +154,8 @@ def made_of(
     for weight in (gate_up_proj, down_proj):
         record, *orders = new_orders(weight, (True, True))
         how = {"scale_values": RECIPES[precision].weights.scale_values}
-        backend.quantize_weights(ready(cast(weight, dtype)), backend.place_of(weight), *orders, **how)
+        with gpu_of(weight):
+            backend.quantize_weights(ready(cast(weight, dtype)), backend.place_of(weight), *orders, **how)
         _MADE_OF[record.untyped_storage()] = _state(weight)
         records.append(record)
     up, down = records
@@ -222,7 +223,8 @@ class KeptWeights:
             self._made = None
             return None
         made, of, how = self._made, tuple(map(_state, weights)), (dtype, precision, stream_of(weights[0]))
-        with torch.no_grad(), torch.inference_mode(False):  # or no backward could save what is made
+        # In inference mode no backward could save what is made.
+        with torch.no_grad(), torch.inference_mode(False), gpu_of(weights[0]):
             if made is None or made.of != of or made.fits[: len(how)] != how:
                 made = self._made = self._anew(weights, *how)._replace(of=of)
                 for known, record, state in zip(made.hashes, (made.weights.up, made.weights.down), of, strict=True):

@@ -155,6 +155,11 @@ def on_another_gpu(t: Tensor | None) -> bool:
     return t is not None and t.is_cuda and t.get_device() != torch.cuda.current_device()
 
 
+def gpu_of(t: Tensor) -> AbstractContextManager[Any]:
+    """The GPU of ``t`` as the current one, which launches go to, for what no operator calls."""
+    return torch.cuda.device(t.device) if on_another_gpu(t) else nullcontext()
+
+
 def cast(t: Any, dtype: torch.dtype) -> Any:
     """``t.to(dtype)``, which takes a microsecond even if the dtype is right already; None for None."""
     return t if t is None or t.dtype == dtype else t.to(dtype)

@@ -1,5 +1,6 @@
 """Weights in fp8 that a layer keeps by itself: for how long, and never those of before a write."""
 
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -178,6 +179,15 @@ def test_another_models_weights_in_between_change_no_backward(keeps):
             torch.func.functional_call(each, others, (X,))
         gradients += torch.autograd.grad(out.square().sum(), x)
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("make", [MoE.quantize_weights, lambda layer: layer(X)])
+def test_weights_are_quantized_on_their_own_gpu(monkeypatch, make):
+    layer, of = layer_that(), list[Any]()
+    step(layer)
+    monkeypatch.setattr(kept, "gpu_of", lambda weight: nullcontext(of.append(weight)))
+    make(layer)
+    assert of[0] is layer.gate_up_proj
 
 
 def test_no_stream_takes_what_another_may_still_be_making(unseen, monkeypatch):
