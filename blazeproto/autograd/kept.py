@@ -153,9 +153,11 @@ def made_of(
     records = []
     for weight in (gate_up_proj, down_proj):
         record, *orders = new_orders(weight, (True, True))
-        how = {"scale_values": RECIPES[precision].weights.scale_values}
         with gpu_of(weight):
-            backend.quantize_weights(ready(cast(weight, dtype)), backend.place_of(weight), *orders, **how)
+            backend.quantize_weights(
+                *(ready(cast(weight, dtype)), backend.place_of(weight), *orders),
+                scale_values=RECIPES[precision].weights.scale_values,
+            )
         _MADE_OF[record.untyped_storage()] = _state(weight)
         records.append(record)
     up, down = records
@@ -207,19 +209,22 @@ class KeptWeights:
         """Bytes of memory: about twice the number of the weights' elements, or 0."""
         return 0 if self._made is None else self._made.weights.nbytes + sum(each.nbytes for each in self._made.hashes)
 
+    @torch.enable_grad()
     def keeps(self, *weights: Any) -> bool:
         """Whether a forward with gradients has kept copies of these weights, or makes them."""
-        with torch.enable_grad():
-            return self.how != "used" and all(map(_may_keep, weights))
+        return self.how != "used" and all(map(_may_keep, weights))
 
     def of_weights(
         self, weights: tuple[Any, Any], dtype: torch.dtype, backend: Any, precision: str
     ) -> QuantizedWeights | None:
         """The weights (E, 2n, d) and (E, d, n), quantized as they are now; None where nothing is kept of them."""
         _watch_optimizers()
-        may = [_may_keep(weight) for weight in weights]
-        elsewhere = not all(may) or type(weights[0].new_empty(0)) is not Tensor  # a mode makes fake ones
-        if self.how == "used" or elsewhere or (weights[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        if (
+            {*map(_may_keep, weights)} != {True}  # of both: each is met
+            or self.how == "used"
+            or type(weights[0].new_empty(0)) is not Tensor  # a mode makes fake ones
+            or (weights[0].is_cuda and torch.cuda.is_current_stream_capturing())
+        ):
             self._made = None
             return None
         made, of, how = self._made, tuple(map(_state, weights)), (dtype, precision, stream_of(weights[0]))
@@ -231,10 +236,12 @@ class KeptWeights:
                     known.zero_()
                     _MADE_OF[record.untyped_storage()] = state
             self._calls += 1
-            values = RECIPES[precision].weights.scale_values
             for weight, record, hashes in zip(weights, (made.weights.up, made.weights.down), made.hashes, strict=True):
                 orders = weight_in(record, weight), weight_in(record, weight, transposed=True)
-                backend.refresh_weights(weight, dtype, *orders, hashes, self._calls, scale_values=values)
+                backend.refresh_weights(
+                    *(weight, dtype, *orders, hashes, self._calls),
+                    scale_values=RECIPES[precision].weights.scale_values,
+                )
         return made.weights
 
     def _anew(self, weights: tuple[Tensor, ...], dtype: torch.dtype, precision: str, stream: int) -> _Kept:
@@ -244,8 +251,10 @@ class KeptWeights:
         if made is None or made.fits != fits:
             made = None  # its memory goes first
             up, down = (new_orders(weight, (True, True))[0] for weight in weights)
-            sizes = (prod(scales_shape("128x128", weight.shape)) + 1 for weight in weights)
-            hashes = tuple(t.new_empty(size, dtype=torch.int32) for t, size in zip(weights, sizes, strict=True))
+            hashes = tuple(
+                weight.new_empty(prod(scales_shape("128x128", weight.shape)) + 1, dtype=torch.int32)
+                for weight in weights
+            )
             made = _Kept(QuantizedWeights(up, down, dtype, precision), hashes, fits, ())
         return made
 

@@ -141,10 +141,7 @@ def _on_its_gpu(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """``kernel`` with the GPU of its first tensor as the current one, which launches go to."""
 
     def run(*arguments: Any) -> Any:
-        first = _first_tensor(arguments)
-        if not on_another_gpu(first):
-            return kernel(*arguments)
-        with torch.cuda.device(first.device):
+        with gpu_of(_first_tensor(arguments)):
             return kernel(*arguments)
 
     return run
@@ -156,7 +153,7 @@ def on_another_gpu(t: Tensor | None) -> bool:
 
 
 def gpu_of(t: Tensor) -> AbstractContextManager[Any]:
-    """The GPU of ``t`` as the current one, which launches go to, for what no operator calls."""
+    """The GPU of ``t`` as the current one, which launches go to."""
     return torch.cuda.device(t.device) if on_another_gpu(t) else nullcontext()
 
 

@@ -109,8 +109,12 @@ class Steps:
         self.needs, self.sums, self.overwrite_h = needs, sums, overwrite_h
         self.rows, self.dtype = backend.rows_of(chunk.dispatch), call.p.x.dtype
         in_bf16 = (call.p.up_a, call.p.down_a, call.p.down_bias)  # which take tokens that are not quantized
-        one_scale = call.quantized and not call.recipe.floats  # of a token, as an exchange sends it
-        self.sends_quantized = self.exchange and one_scale and all(t is None for t in in_bf16)
+        self.sends_quantized = (
+            self.exchange
+            and call.quantized
+            and not call.recipe.floats  # it sends one scale a token
+            and all(t is None for t in in_bf16)
+        )
         self.loaded: tuple[Any, Any] = None, None
         self.held: list[Saved] = []
         self.scores = take(call.p.scores, chunk.tokens)
