@@ -22,7 +22,7 @@ def checked(
     raises what this does."""
     given = {name: value for name, value in {"token_ids": token_ids, "mask": mask}.items() if value is not None}
     if mask is not None:
-        check_by_token("mask", mask, x.shape[:-1].numel(), x.device)
+        check_by_token("mask", mask, x[..., 0].numel(), x.device)  # a shape's numel() would fix exported sizes
         if mask.shape not in (x.shape[:-1], (mask.numel(),)):  # (T, B) for (B, T) would mask other tokens
             raise ValueError(f"mask: expected shape {tuple(x.shape[:-1])}, x's, got {tuple(mask.shape)}")
     require(experts is not None or scores is None, "scores", "None without experts", type(scores).__name__)
