@@ -353,7 +353,7 @@ class MoE(nn.Module, Shown):
             precision=self.options.precision,
             keep_transposed=input_grad
             and self.keep_transposed
-            and not (self.quantized or self.kept.nbytes or self.stored),
+            and not (self.quantized or self.kept.keeps(up, down) or self.stored),
         )
 
     def runs_on(self, dtype: torch.dtype | None = None) -> str:

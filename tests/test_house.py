@@ -265,21 +265,21 @@ def test_without_ptxsim_the_lab_says_how_to_get_it() -> None:
 
 
 CEILINGS = {
-    "blazeproto/*.py": 864,
+    "blazeproto/*.py": 861,
     "blazeproto/runtime/**/*.py": 1068,
     "blazeproto/dispatch/**/*.py": 735,
     "blazeproto/router/**/*.py": 2341,
-    "blazeproto/gemm/**/*.py": 2320,
+    "blazeproto/gemm/**/*.py": 2317,
     "blazeproto/stored/**/*.py": 306,
-    "blazeproto/autograd/**/*.py": 2100,
+    "blazeproto/autograd/**/*.py": 2101,
     "blazeproto/blocksparse/**/*.py": 588,
     "blazeproto/distributed/**/*.py": 477,
     "blazeproto/integrations/**/*.py": 378,
-    "blazeproto/lab/**/*.py": 2940,
+    "blazeproto/lab/**/*.py": 2935,
     "ptxsim/*.py": 2947,
-    "scripts/**/*.py": 9000,
-    "tests/**/*.py ptxsim/tests/**/*.py": 24400,
-    "blazeproto/**/*.cu blazeproto/**/*.cuh": 6800,
+    "scripts/**/*.py": 9070,
+    "tests/**/*.py ptxsim/tests/**/*.py": 24449,
+    "blazeproto/**/*.cu blazeproto/**/*.cuh": 6789,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in
 docs/decisions.md that says what was bought."""

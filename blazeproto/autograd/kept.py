@@ -24,11 +24,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from blazeproto.autograd.operators import cast, ready
+from blazeproto.autograd.operators import cast, gpu_of, ready
 from blazeproto.autograd.records import new_orders, weight_in
 from blazeproto.gemm.e4m3 import scales_shape
 from blazeproto.gemm.recipe import RECIPES
-from blazeproto.runtime.checks import instance, one_of
+from blazeproto.runtime.arrays import current_stream
+from blazeproto.runtime.checks import instance, one_of, require
 
 _State = tuple[ref[torch.UntypedStorage], int, torch.Size, int | None]
 
@@ -134,6 +135,7 @@ def records_of(
     """up and down. TypeError for what is not `QuantizedWeights`; ValueError: they are not for x of this dtype or for this
     precision, or not of these weights as they are, which a compiled call finds in its operators (`node.experts`)."""
     instance("quantized", quantized, QuantizedWeights, optional=True)
+    require(all(isinstance(weight, Tensor) for weight in weights), "quantized", "None with stored weights", "some")
     for name, expected, got in (("precision", quantized.precision, precision), ("x", quantized.dtype, dtype)):
         if expected != got:
             raise ValueError(f"quantized: expected {name} in {expected}, got {got}")
@@ -152,8 +154,11 @@ def made_of(
     records = []
     for weight in (gate_up_proj, down_proj):
         record, *orders = new_orders(weight, (True, True))
-        how = {"scale_values": RECIPES[precision].weights.scale_values}
-        backend.quantize_weights(ready(cast(weight, dtype)), backend.place_of(weight), *orders, **how)
+        with gpu_of(weight):
+            backend.quantize_weights(
+                *(ready(cast(weight, dtype)), backend.place_of(weight), *orders),
+                scale_values=RECIPES[precision].weights.scale_values,
+            )
         _MADE_OF[record.untyped_storage()] = _state(weight)
         records.append(record)
     up, down = records
@@ -166,8 +171,9 @@ _KEPT: "WeakSet[KeptWeights]" = WeakSet()
 
 
 class _Kept(NamedTuple):
-    """Copies.  hashes: of both weights' blocks (`quantize.launch_refresh`).  fits: dtype of x, recipe, shapes and devices of
-    weights that the memory is for.  of: the states of the weights, none once an optimizer has stepped."""
+    """Copies.  hashes: of both weights' blocks (`quantize.launch_refresh`).  fits: dtype of x, recipe, stream, places and shapes
+    of the weights that the memory is for. Of others it is left as it is, for a backward to come; on another stream a product
+    would not wait for what makes them.  of: the states of the weights, none once an optimizer has stepped."""
 
     weights: QuantizedWeights
     hashes: tuple[Tensor, ...]
@@ -183,7 +189,7 @@ class KeptWeights:
 
     Trained weights are kept once a torch optimizer has stepped them; frozen weights, and all in forwards without gradients, at
     once. Nothing is kept of a weight that is no `nn.Parameter`, such as a DTensor, or was made in inference mode, nor while a
-    CUDA graph is captured.
+    CUDA graph is captured or tensors are fake.
 
     ValueError for another ``how``, as the layer's argument keep_quantized.
     """
@@ -204,38 +210,52 @@ class KeptWeights:
         """Bytes of memory: about twice the number of the weights' elements, or 0."""
         return 0 if self._made is None else self._made.weights.nbytes + sum(each.nbytes for each in self._made.hashes)
 
+    @torch.enable_grad()
+    def keeps(self, *weights: Any) -> bool:
+        """Whether a forward with gradients has kept copies of these weights, or makes them."""
+        return self.how != "used" and all(map(_may_keep, weights))
+
     def of_weights(
         self, weights: tuple[Any, Any], dtype: torch.dtype, backend: Any, precision: str
     ) -> QuantizedWeights | None:
         """The weights (E, 2n, d) and (E, d, n), quantized as they are now; None where nothing is kept of them."""
         _watch_optimizers()
-        may = [_may_keep(weight) for weight in weights]
-        if self.how == "used" or not all(may) or (weights[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        if (
+            {*map(_may_keep, weights)} != {True}  # of both: each is met
+            or self.how == "used"
+            or type(weights[0].new_empty(0)) is not Tensor  # a mode makes fake ones
+            or (weights[0].is_cuda and torch.cuda.is_current_stream_capturing())
+        ):
             self._made = None
             return None
-        made, of = self._made, tuple(map(_state, weights))
-        with torch.no_grad(), torch.inference_mode(False):  # or no backward could save what is made
-            if made is None or made.of != of or made.fits[:2] != (dtype, precision):
-                made = self._made = self._anew(weights, dtype, precision)._replace(of=of)
+        made, of, how = self._made, tuple(map(_state, weights)), (dtype, precision, stream_of(weights[0]))
+        # In inference mode no backward could save what is made.
+        with torch.no_grad(), torch.inference_mode(False), gpu_of(weights[0]):
+            if made is None or made.of != of or made.fits[: len(how)] != how:
+                made = self._made = self._anew(weights, *how)._replace(of=of)
                 for known, record, state in zip(made.hashes, (made.weights.up, made.weights.down), of, strict=True):
                     known.zero_()
                     _MADE_OF[record.untyped_storage()] = state
             self._calls += 1
-            values = RECIPES[precision].weights.scale_values
             for weight, record, hashes in zip(weights, (made.weights.up, made.weights.down), made.hashes, strict=True):
                 orders = weight_in(record, weight), weight_in(record, weight, transposed=True)
-                backend.refresh_weights(weight, dtype, *orders, hashes, self._calls, scale_values=values)
+                backend.refresh_weights(
+                    *(weight, dtype, *orders, hashes, self._calls),
+                    scale_values=RECIPES[precision].weights.scale_values,
+                )
         return made.weights
 
-    def _anew(self, weights: tuple[Tensor, ...], dtype: torch.dtype, precision: str) -> _Kept:
+    def _anew(self, weights: tuple[Tensor, ...], dtype: torch.dtype, precision: str, stream: int) -> _Kept:
         """The memory from before if it fits, else new memory."""
         made, self._made = self._made, None
-        fits = (dtype, precision, *((weight.shape, weight.device) for weight in weights))
+        fits = (dtype, precision, stream, *(_state(weight)[:3] for weight in weights))
         if made is None or made.fits != fits:
             made = None  # its memory goes first
             up, down = (new_orders(weight, (True, True))[0] for weight in weights)
-            sizes = (prod(scales_shape("128x128", weight.shape)) + 1 for weight in weights)
-            hashes = tuple(t.new_empty(size, dtype=torch.int32) for t, size in zip(weights, sizes, strict=True))
+            hashes = tuple(
+                weight.new_empty(prod(scales_shape("128x128", weight.shape)) + 1, dtype=torch.int32)
+                for weight in weights
+            )
             made = _Kept(QuantizedWeights(up, down, dtype, precision), hashes, fits, ())
         return made
 
@@ -247,6 +267,11 @@ class KeptWeights:
     def clear(self) -> None:
         """The next forward quantizes."""
         self._made = self._made._replace(of=()) if self._made is not None and self.how == "changed" else None
+
+
+def stream_of(weight: Tensor) -> int:
+    """The stream that the caller works on, where the weight is on a GPU."""
+    return current_stream(weight) if weight.is_cuda else 0
 
 
 def _may_keep(weight: Tensor) -> bool:

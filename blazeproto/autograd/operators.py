@@ -141,10 +141,7 @@ def _on_its_gpu(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """``kernel`` with the GPU of its first tensor as the current one, which launches go to."""
 
     def run(*arguments: Any) -> Any:
-        first = _first_tensor(arguments)
-        if not on_another_gpu(first):
-            return kernel(*arguments)
-        with torch.cuda.device(first.device):
+        with gpu_of(_first_tensor(arguments)):
             return kernel(*arguments)
 
     return run
@@ -153,6 +150,11 @@ def _on_its_gpu(kernel: Callable[..., Any]) -> Callable[..., Any]:
 def on_another_gpu(t: Tensor | None) -> bool:
     """Whether ``t`` lies on a GPU that is not the current one."""
     return t is not None and t.is_cuda and t.get_device() != torch.cuda.current_device()
+
+
+def gpu_of(t: Tensor) -> AbstractContextManager[Any]:
+    """The GPU of ``t`` as the current one, which launches go to."""
+    return torch.cuda.device(t.device) if on_another_gpu(t) else nullcontext()
 
 
 def cast(t: Any, dtype: torch.dtype) -> Any:

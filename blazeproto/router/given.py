@@ -47,7 +47,7 @@ def routing_of(experts: Any, scores: Any, x: Tensor, num_experts: int, top_k: in
             )
     ids, scores = experts.reshape(-1, top_k), scores.reshape(-1, top_k)
     ids = ids if mask is None else ids.masked_fill(~mask.reshape(-1, 1), -1)
-    counted = ids.where((ids >= 0) & (ids < num_experts), num_experts).long().view(-1)
+    counted = ids.where((ids >= 0) & (ids < num_experts), num_experts).long().reshape(-1)
     load = counted.new_zeros(num_experts + 1, dtype=torch.int32).scatter_add_(
         0, counted, torch.ones_like(counted).int()
     )

@@ -295,6 +295,15 @@ def test_weights_are_rounded_to_the_dtype_of_x_first(quantized_orders):
     assert all(map(torch.equal, from_f32, from_bf16)) and not torch.equal(from_f32.values, exact.values)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])  # autocast takes all
+def test_the_kernel_that_looks_at_weights_can_read_them(quantized_orders, monkeypatch, dtype):
+    read = []
+    monkeypatch.setattr(quantize, "launch_refresh", lambda of, *_, f32, **__: read.append((of.dtype, f32)))
+    weight = torch.ones(1, 128, 128, dtype=dtype)
+    hopper_backend.refresh_weights(weight, torch.bfloat16, None, None, None, 1, scale_values="")
+    assert read == [(torch.float32, True) if dtype == torch.float32 else (torch.bfloat16, False)]
+
+
 def test_dh_lies_over_h_which_nobody_else_reads(make_case, quantized_orders, watch):
     over = []
     watch(

@@ -316,6 +316,8 @@ def test_kernels_are_launched_on_the_gpu_of_their_tensors(monkeypatch, gpu, ente
     assert operators.on_another_gpu(x) == bool(entered)
     guarded = operators._on_its_gpu(lambda needs, *tensors: (needs, *tensors, list(made_current)))
     assert guarded([True], x, None) == ([True], x, None, entered)
+    with operators.gpu_of(x):
+        assert made_current == 2 * entered
 
 
 def test_fake_tensors_of_a_gpu_need_none(make_case):

@@ -1,15 +1,17 @@
 """Weights in fp8 that a layer keeps by itself: for how long, and never those of before a write."""
 
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from blazeproto import MoE, moe_mlp
-from blazeproto.autograd import torch_backend
+from blazeproto.autograd import kept, torch_backend
 from blazeproto.autograd.kept import KeptWeights
 from tests.autograd.test_fp8 import WRITERS
 from tests.refusals import refuses
@@ -73,7 +75,9 @@ def test_they_last_from_the_first_forward_of_a_step_to_its_end(unseen):
 
 def test_they_are_counted_and_shown(unseen):
     layer = layer_that()
-    saved = layer.saved_bytes(8)
+    with torch.no_grad():
+        layer(X)
+    saved = layer.saved_bytes(8)  # in training nothing is kept yet
     step(layer)
     layer(X)
     assert f"kept={layer.kept.nbytes} bytes of quantized weights" in repr(layer) and layer.saved_bytes(8) < saved
@@ -179,6 +183,48 @@ def test_what_fsdp_gathers_is_not_kept(group, reshard):
         assert not layer.kept.nbytes
         for each in (layer, twin):
             step(each)
+
+
+@pytest.mark.parametrize("keeps", ["step", "changed"])
+def test_another_models_weights_in_between_change_no_backward(keeps):
+    """As of a teacher."""
+    layer, gradients = layer_that(keeps), []
+    step(layer)
+    others = {name: torch.nn.Parameter(torch.randn_like(p)) for name, p in layer.named_parameters()}
+    for each in (layer, like(layer)):
+        x = X.clone().requires_grad_()
+        out = each(x)[0]
+        with torch.no_grad():
+            torch.func.functional_call(each, others, (X,))
+        gradients += torch.autograd.grad(out.square().sum(), x)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("make", [MoE.quantize_weights, lambda layer: layer(X)])
+def test_weights_are_quantized_on_their_own_gpu(monkeypatch, make):
+    layer, of = layer_that(), list[Any]()
+    step(layer)
+    monkeypatch.setattr(kept, "gpu_of", lambda weight: nullcontext(of.append(weight)))
+    make(layer)
+    assert of[0] is layer.gate_up_proj
+
+
+def test_no_stream_takes_what_another_may_still_be_making(unseen, monkeypatch):
+    layer = layer_that()
+    step(layer)
+    records = []
+    for stream in (0, 0, 1):
+        monkeypatch.setattr(kept, "stream_of", lambda _, stream=stream: stream)
+        records.append(layer.kept.of_weights((layer.gate_up_proj, layer.down_proj), X.dtype, torch_backend, "fp8"))
+    assert records[0] is records[1] is not records[2] and unseen == [1, 1, 3, 3]
+
+
+def test_a_forward_of_fake_tensors_leaves_nothing():
+    layer = layer_that()
+    step(layer)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        layer(mode.from_tensor(X))
+    assert torch.equal(layer(X)[0], like(layer)(X)[0])
 
 
 def test_weights_of_ones_own_beside_the_optimizers_are_not_kept(unseen):

@@ -103,6 +103,13 @@ def test_other_stored_weights_are_refused(make_case, which):
     refuses(lambda: case.forward(precision=precision, **weights), "precision")
 
 
+def test_stored_weights_are_not_quantized_again(make_case):
+    case = make_case(*SIZES, dtype=torch.float32)
+    kept = quantize_weights(case.gate_up_proj, case.down_proj, **ROLLOUT)
+    weights = {name: as_stored(getattr(case, name)) for name in ("gate_up_proj", "down_proj")}
+    refuses(lambda: case.forward(**ROLLOUT, quantized=kept, **weights), "quantized")
+
+
 def test_widths_are_whole_blocks_and_recipes_are_those_of_the_table(make_case):
     refuses(lambda: make_case(37, 144, 256, 5, 3).forward(**ROLLOUT), "precision")
     refuses(lambda: MoE(128, 128, 4, 2, precision=Recipe(**FLOATS, act=Operand("e4m3", "1x128"))), "precision.act")

@@ -46,6 +46,8 @@ def test_the_routers_own_routes_give_its_output_and_load(layer: MoE, x: Tensor, 
     assert torch.equal(out, expected) and torch.equal(mine.load, stats.load) and not mine.aux_losses
     out.sum().backward()
     assert layer.router.weight.grad is None and layer.down_proj.grad is not None
+    turned = {name: t.movedim(-1, 0).contiguous().movedim(0, -1) for name, t in given.items()}
+    assert torch.equal(layer(x, mask=mask, **turned)[0], out)
 
 
 def test_scores_get_their_gradient_and_ids_of_no_expert_no_row(layer: MoE, x: Tensor) -> None:

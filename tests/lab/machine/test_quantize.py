@@ -76,7 +76,7 @@ def test_blocks_are_made_anew_where_they_have_changed(f32: bool) -> None:
         np.s_[0, 5, :],
         np.s_[0, 46, :],
         np.s_[1, :, 300],
-        np.s_[1, 128:, 1024:],
+        np.s_[1, :, 1024:],
     ):  # two rows, a column, the last block, which is small
         kept.weight[changed] = 0
         kept.refresh()
