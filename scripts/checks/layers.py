@@ -135,7 +135,7 @@ def draw_fp8(seed: int) -> Layer:
 
 
 def draw_quantized(seed: int) -> Layer:
-    """Of `draw_fp8`, some with biases, low-rank factors, frozen weights or the other recipe."""
+    """A layer of `draw_fp8`, perhaps with biases, low-rank factors, frozen weights or the other recipe."""
     layer, rng = draw_fp8(seed), random.Random(f"quantized {seed}")
     precision = rng.choice(["fp8", "fp8", "fp8_rollout"])
     sizes = layer.sizes._replace(d=128 * rng.randint(1, 5)) if precision == "fp8_rollout" else layer.sizes
