@@ -15,9 +15,13 @@ THREADS = 128  # of a block that quantizes rows
 WARPS = 8  # of one that looks at weights
 
 
-@cache
 def kernel(entry: str, sources: Path | None = None, *, floats: bool = False) -> Kernel:
-    """entry: a function of quantize.cu.  floats: whether scales are float32."""
+    """entry: a function of quantize.cu.  floats: whether scales are float32. The same object for the same arguments."""
+    return _kernel(entry, sources, floats)
+
+
+@cache
+def _kernel(entry: str, sources: Path | None, floats: bool) -> Kernel:
     return Kernel("quantize.cu", entry, {"BLOCK": BLOCK, **({"FLOAT_SCALES": 1} if floats else {})}, sources=sources)
 
 

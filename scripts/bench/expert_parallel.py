@@ -44,7 +44,6 @@ from blazeproto.autograd.chunks import WHOLE, chunks_of, dispatch
 from blazeproto.dispatch import Dispatch
 from blazeproto.distributed import AllToAll, Symmetric, expert_parallel
 from blazeproto.gemm import Sizes
-from blazeproto.gemm.recipe import RECIPES
 from blazeproto.router.router import Routing
 from scripts.bench.common import MIB, REPOSITORY, cfg_of, free_memory
 from scripts.bench.rank_memory import CAPACITY
@@ -300,7 +299,7 @@ def measure_fp8(case: Spread, machine: Machine) -> Row:
     shape, ranks = case.shape, machine.ranks
     given, dispatcher, row = inputs_of(shape, ranks), dispatcher_of(case, ranks), Row()
     with torch.cuda.stream(torch.cuda.Stream()) if machine.on_gpu else torch.enable_grad():
-        layers = {name: layer_of(shape, given, dispatcher, {"precision": name}) for name in RECIPES}
+        layers = {name: layer_of(shape, given, dispatcher, {"precision": name}) for name in ("bf16", "fp8")}
         for name, layer in layers.items():
             row[f"{name}_apart"] = apart(layer, given, shape, machine)
             free_memory()

@@ -496,3 +496,10 @@ def test_prepare_compiles_its_kernels(monkeypatch):
     assert not {*quantize.kernels()} & {*gemm.prepare(64, 128, 4, 2)}
     biased = {*gemm.prepare(64, 128, 4, 2, activation="geglu", up_bias=True, precision="fp8")} - {*kernels}
     assert [kernel.entry for kernel in biased if "FP8" in kernel.defines] == ["up_forward_fp8"]
+
+
+@pytest.mark.parametrize("floats", [False, True])
+def test_a_launch_takes_the_kernel_that_was_prepared(floats):
+    """The same object, which is loaded: a CUDA graph's capture can load none."""
+    for kernel in quantize.kernels(floats=floats):
+        assert quantize.kernel(kernel.entry, None, floats="FLOAT_SCALES" in kernel.defines) is kernel
