@@ -64,7 +64,7 @@ class Kept:
         return blocks
 
 
-@pytest.mark.parametrize("f32", [False, True])
+@pytest.mark.parametrize("f32", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_blocks_are_made_anew_where_they_have_changed(f32: bool) -> None:
     kept = Kept(f32)
     kept.refresh()
