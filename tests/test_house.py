@@ -275,10 +275,10 @@ CEILINGS = {
     "blazeproto/blocksparse/**/*.py": 588,
     "blazeproto/distributed/**/*.py": 477,
     "blazeproto/integrations/**/*.py": 378,
-    "blazeproto/lab/**/*.py": 2935,
+    "blazeproto/lab/**/*.py": 2937,
     "ptxsim/*.py": 2947,
     "scripts/**/*.py": 9070,
-    "tests/**/*.py ptxsim/tests/**/*.py": 24452,
+    "tests/**/*.py ptxsim/tests/**/*.py": 24458,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 6789,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

@@ -184,7 +184,10 @@ def _note(layer: MoE, call: LayerCall, dtype: torch.dtype) -> str:
 
 
 def _kept_bytes(layer: MoE) -> int:
-    return layer.kept.nbytes if layer.quantized is None else layer.quantized.nbytes
+    """The bytes of quantized weights that a forward with gradients reads."""
+    if layer.quantized is not None:
+        return layer.quantized.nbytes
+    return layer.kept.nbytes if layer.kept.keeps(layer.up_proj_weight, layer.down_proj_weight) else 0
 
 
 def _wanted(layer: MoE, x: Tensor) -> dict[str, bool]:

@@ -45,6 +45,14 @@ def test_steps_are_those_of_cost(save: str, activation: str) -> None:
     assert save == "recompute" or floors == pytest.approx([*cost.layer_floor_ms(sizes)], rel=1e-9)
 
 
+def test_what_an_evaluation_has_kept_is_not_what_training_reads() -> None:
+    layer, x = MoE(128, 128, 4, 2, precision="fp8"), torch.randn(8, 128, requires_grad=True)
+    with torch.no_grad():
+        layer(x)
+    assert layer.kept.nbytes and "quantized before" not in explain(layer, x).note
+    assert "quantized before" in explain(layer.requires_grad_(False), x).note
+
+
 @pytest.mark.parametrize("save", ["minimal", "recompute"])
 @pytest.mark.parametrize("weights", ["each", "both", "before"])
 def test_steps_in_fp8(save: str, weights: str) -> None:
