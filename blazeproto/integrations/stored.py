@@ -97,5 +97,5 @@ class StoredQuantizer(Mxfp4HfQuantizer):  # type: ignore[misc]
 
 def load_stored(storage: str | None) -> None:
     """Let ``from_pretrained`` read what `store_experts` made; "mxfp4": gpt-oss's checkpoints too."""
-    one_of("storage", storage or "mxfp4", ("mxfp4",))
+    one_of("storage", "mxfp4" if storage is None else storage, ("mxfp4",))
     AUTO_QUANTIZER_MAPPING[storage or NAME] = StoredQuantizer  # `register_quantizer` refuses a name that is taken
