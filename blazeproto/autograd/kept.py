@@ -231,12 +231,12 @@ class KeptWeights:
         made, of, how = self._made, tuple(map(_state, weights)), (dtype, precision, stream_of(weights[0]))
         # In inference mode no backward could save what is made.
         with torch.no_grad(), torch.inference_mode(False), gpu_of(weights[0]):
-            if made is None or made.of != of or made.fits[: len(how)] != how:
+            if fresh := made is None or made.of != of or made.fits[: len(how)] != how:
                 made = self._made = self._anew(weights, *how)._replace(of=of)
                 for known, record, state in zip(made.hashes, (made.weights.up, made.weights.down), of, strict=True):
                     known.zero_()
                     _MADE_OF[record.untyped_storage()] = state
-            self._calls += 1
+            self._calls = 0 if fresh else self._calls + 1
             for weight, record, hashes in zip(weights, (made.weights.up, made.weights.down), made.hashes, strict=True):
                 orders = weight_in(record, weight), weight_in(record, weight, transposed=True)
                 backend.refresh_weights(

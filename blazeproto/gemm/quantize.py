@@ -98,11 +98,12 @@ def launch_refresh(
     scale_values: str = "power_of_two",
 ) -> None:
     """weights (E, m, k) bf16 or fp32 -> both orders, as `launch_weights` makes them, unless all that is looked at is as it was.
-    hashes: (E (m / 128) (k / 128) + 1,) 32 bits, zeros before the first call.  call: greater than before."""
+    hashes: (E (m / 128) (k / 128) + 1,) 32 bits.  call: greater than before, or 0 with hashes that are zero: all is made."""
     experts, m, k = weights.shape
     rows, columns, of, known = experts * blocks(m), blocks(k), "_f32" * f32, (hashes.data_ptr(), experts, call)
     lists = (weights.data_ptr(), *_at(out), *_at(transposed), m, k, *known)
-    _launch(f"note_changes{of}", at, (rows, -(-columns // WARPS)), 32 * WARPS, weights.data_ptr(), m, k, *known)
+    if call:
+        _launch(f"note_changes{of}", at, (rows, -(-columns // WARPS)), 32 * WARPS, weights.data_ptr(), m, k, *known)
     _launch(f"refresh_weights{of}", at, (rows, columns), 2 * THREADS, *lists, floats=scale_values == "float32")
 
 

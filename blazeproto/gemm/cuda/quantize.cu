@@ -154,8 +154,8 @@ struct QuantizedWeight {
     int64_t m, k;
     const int64_t blocks_m = (m + BLOCK - 1) / BLOCK, blocks_k = (k + BLOCK - 1) / BLOCK;
 
-    // By a block of 256 threads: thread t has 16 columns of rows 4 (t / 8) to 4 (t / 8) + 3.
-    DEVICE void make(int64_t expert, int64_t block_m, int64_t block_k) const {
+    // By a block of 256 threads: thread t has 16 columns of rows 4 (t / 8) to 4 (t / 8) + 3. known: where `hash` goes, too, or null.
+    DEVICE void make(int64_t expert, int64_t block_m, int64_t block_k, uint32_t* known = nullptr) const {
         constexpr int ROWS = TURNED_ROWS;
         const int group = threadIdx.x / LANES, chunk = threadIdx.x % LANES * PER_CHUNK;
         const int64_t row = block_m * BLOCK + group * ROWS, column = block_k * BLOCK + chunk;
@@ -186,13 +186,28 @@ struct QuantizedWeight {
         if (!out_transposed) return;
         store_turned(quantized_rows, group, chunk, out_transposed + (expert * k + block_k * BLOCK) * m + block_m * BLOCK, m,
                      k - block_k * BLOCK, m - block_m * BLOCK);
+        if (!known) return;
+        __shared__ uint32_t of_warp[2 * BLOCK / 32];
+        const bool hashed = present && chunk == hashed_chunk(group, block_k);
+        const T* again = weights + (expert * m + row + hashed_row(block_m, block_k)) * k + column;  // from L1
+        const uint32_t own = __reduce_add_sync(~0u, hashed ? Sixteen(again).hash(group) : 0);
+        if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = own;
+        __syncthreads();
+        uint32_t sum = 0;
+#pragma unroll
+        for (const uint32_t each : of_warp) sum += each;
+        if (threadIdx.x == 0) *known = sum | 1;
     }
+
+    // Of each four rows one is hashed, and of this one a chunk.
+    DEVICE static int hashed_row(int64_t block_m, int64_t block_k) { return int((block_m + block_k) % 4); }
+    DEVICE static int hashed_chunk(int group, int64_t block_k) { return int((group + block_k) % LANES) * PER_CHUNK; }
 
     // By a warp: of 16 neighbours in each fourth row, others in the next row and in the next block. Never 0.
     DEVICE uint32_t hash(int64_t expert, int64_t block_m, int64_t block_k) const {
         const int lane = threadIdx.x % 32;
-        const int64_t row = block_m * BLOCK + lane * 4 + (block_m + block_k) % 4;
-        const int64_t column = block_k * BLOCK + (lane + block_k) % LANES * PER_CHUNK;
+        const int64_t row = block_m * BLOCK + lane * 4 + hashed_row(block_m, block_k);
+        const int64_t column = block_k * BLOCK + hashed_chunk(lane, block_k);
         const bool present = row < m && column < k;
         return __reduce_add_sync(~0u, present ? Sixteen(weights + (expert * m + row) * k + column).hash(lane) : 0) | 1;
     }
@@ -219,24 +234,29 @@ DEVICE void note(const QuantizedWeight<T>& weight, uint32_t* hashes, int64_t exp
     atomicMax(reinterpret_cast<int*>(hashes + experts * weight.blocks_m * weight.blocks_k), call);
 }
 
+// Also where nothing has been made: then all is zero, and so is `call`.
 template <class T>
-DEVICE void refresh(const QuantizedWeight<T>& weight, const uint32_t* hashes, int64_t experts, int call) {
+DEVICE void refresh(const QuantizedWeight<T>& weight, uint32_t* hashes, int64_t experts, int call) {
     if (int(hashes[experts * weight.blocks_m * weight.blocks_k]) != call) return;
-    weight.make(blockIdx.x / weight.blocks_m, blockIdx.x % weight.blocks_m, blockIdx.y);
+    weight.make(blockIdx.x / weight.blocks_m, blockIdx.x % weight.blocks_m, blockIdx.y, hashes + blockIdx.x * weight.blocks_k + blockIdx.y);
 }
 
-#define ENTRIES(T, OF)                                                                                                              \
+#define ENTRIES(T, OF, AT_ONCE)                                                                                                      \
     extern "C" __global__ void __launch_bounds__(2 * BLOCK)                                                                         \
     note_changes##OF(const T* weights, int64_t m, int64_t k, uint32_t* hashes, int64_t experts, int call) {                         \
         note(QuantizedWeight<T>{weights, nullptr, nullptr, nullptr, nullptr, m, k}, hashes, experts, call);                         \
     }                                                                                                                               \
-    extern "C" __global__ void __launch_bounds__(2 * BLOCK)                                                                         \
+    extern "C" __global__ void __launch_bounds__(2 * BLOCK, AT_ONCE)                                                                \
     refresh_weights##OF(const T* weights, uint8_t* out, float* scales, uint8_t* out_transposed, float* scales_transposed, int64_t m, \
-                        int64_t k, const uint32_t* hashes, int64_t experts, int call) {                                             \
+                        int64_t k, uint32_t* hashes, int64_t experts, int call) {                                                   \
         refresh(QuantizedWeight<T>{weights, out, scales, out_transposed, scales_transposed, m, k}, hashes, experts, call);          \
     }
-ENTRIES(bf16, )
-ENTRIES(float, _f32)
+#if FLOAT_SCALES
+ENTRIES(bf16, , 4)  // blocks of threads on a multiprocessor, as many as have registers
+#else
+ENTRIES(bf16, , 5)
+#endif
+ENTRIES(float, _f32, 4)
 #undef ENTRIES
 
 extern "C" __global__ void __launch_bounds__(32) block_offsets(const int* offsets, int* out, int64_t experts) {
