@@ -278,7 +278,7 @@ CEILINGS = {
     "blazeproto/lab/**/*.py": 2937,
     "ptxsim/*.py": 2947,
     "scripts/**/*.py": 9070,
-    "tests/**/*.py ptxsim/tests/**/*.py": 24458,
+    "tests/**/*.py ptxsim/tests/**/*.py": 24441,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 6789,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

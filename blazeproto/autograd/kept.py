@@ -38,11 +38,15 @@ _MADE_OF: WeakKeyDictionary[torch.UntypedStorage, _State | None] = WeakKeyDictio
 
 
 def _state(weight: Tensor) -> _State:
-    """What changes where a tensor is written to or is another one. Not what a replayed CUDA graph or ``weight.data`` writes;
-    tensors that were made in inference mode have no version."""
+    """A tensor's memory, shape and version, which tell a write or another tensor. A replayed CUDA graph and ``weight.data``
+    change no version; tensors that were made in inference mode have none."""
     version = None if weight.is_inference() else weight._version
     return ref(weight.untyped_storage()), weight.data_ptr(), weight.shape, version
 
+
+_MET: WeakKeyDictionary[torch.UntypedStorage, bool] = WeakKeyDictionary()
+"""By the memory of a weight that a layer has met: whether an optimizer has stepped it. In a program that steps copies of its own
+that stays False."""
 
 _STEPPING: WeakKeyDictionary[Optimizer, WeakSet[torch.UntypedStorage]] = WeakKeyDictionary()
 """The weights that a step in progress may write to: those with gradients at its start, since hooks may clear them before it ends;
@@ -81,11 +85,6 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
             _MADE_OF[record] = None
 
 
-_MET: WeakKeyDictionary[torch.UntypedStorage, bool] = WeakKeyDictionary()
-"""By the memory of a weight that a layer has met, whether an optimizer has stepped it. None will where a program has copies of
-weights of its own."""
-
-
 def check_unchanged(record: Tensor, weight: Tensor, *, copies: bool) -> None:
     """ValueError: a weight is not that which the record was made of, or was written to since. copies: whether a copy of a record
     passes, as an exported program has one."""
@@ -111,7 +110,7 @@ class QuantizedWeights:
     precision: str = "fp8"
 
     def __post_init__(self) -> None:
-        """What is not noted yet is of no weights: a compiled call would else take it for a record in an exported program."""
+        """Notes the records as of no weights: a compiled call would else take them for those in an exported program."""
         for name, record in (("up", self.up), ("down", self.down)):
             instance(name, record, Tensor)
             _MADE_OF.setdefault(record.untyped_storage())
@@ -221,7 +220,7 @@ class KeptWeights:
         """The weights (E, 2n, d) and (E, d, n), quantized as they are now; None where nothing is kept of them."""
         _watch_optimizers()
         if (
-            {*map(_may_keep, weights)} != {True}  # of both: each is met
+            {*map(_may_keep, weights)} != {True}  # looks at both, for each is to be met
             or self.how == "used"
             or type(weights[0].new_empty(0)) is not Tensor  # a mode makes fake ones
             or (weights[0].is_cuda and torch.cuda.is_current_stream_capturing())

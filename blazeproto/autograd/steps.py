@@ -73,7 +73,7 @@ def _in_dtype(weight: Any, dtype: torch.dtype, *_: Any, **__: Any) -> Any:
 
 
 def _in_list(rows: Any) -> list[Any]:
-    """What `OuterSum.ordered` may be."""
+    """Rows for `OuterSum.ordered`, from which a backend takes them."""
     return rows if isinstance(rows, list) else [rows]
 
 

@@ -107,7 +107,7 @@ def variants(**options: Iterable[Any]) -> list[Variant]:
 
 
 QUANTIZED_VARIANTS = (*variants(element=[E4M3], bias=BOTH), *variants(element=[E4M3], bias=BOTH, rank=[16]))
-"""Those of `all_kernels`, of quantized rows times weights."""
+"""The variants in `all_kernels` of quantized rows times weights."""
 
 _edited: list[tuple[str, Path]] = []  # product, sources: the last one of a product holds
 _alone: ContextVar[Mapping[str, Build] | None] = ContextVar("builds", default=None)

@@ -82,7 +82,7 @@ class Specification:
         return E4M3
 
     def recipe(self, call: Mapping[str, Any]) -> Recipe:
-        """That of a call of quantized operands: where x has several scales a token, the one with float32 scales."""
+        """The recipe of a call of quantized operands. Several scales for a token of x: the one with float32 scales."""
         several = getattr(getattr(call.get("x"), "scales", None), "ndim", 1) == 2
         return RECIPES["fp8_rollout" if several else "fp8"]
 

@@ -87,7 +87,7 @@ class Case:
         return self.made[key]
 
     def numbers(self, array: Array, value: Tensor) -> Tensor:
-        """Those of an input's `operand`, fp32, where the input lies."""
+        """The numbers of an input's `operand`, fp32, in the input's own order."""
         made: Tensor = from_e4m3(torch, self.operand(array, value), array.operand_of(self.recipe).scale)  # type: ignore[union-attr]
         return made.mT if array.quantized else made
 

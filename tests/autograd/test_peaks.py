@@ -11,9 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from blazeproto.autograd import LowRank, backends, hopper_backend, mlp, moe_mlp, node, quantize_weights
 from blazeproto.dispatch import Dispatch
 from blazeproto.dispatch.structures import addresses
-from blazeproto.gemm import Sizes
 from blazeproto.runtime.target import device_of, launches_on
-from scripts.bench.fp8 import SHAPES
+from scripts.bench.fp8 import LAYERS, SHAPES
 from tests.runtime.test_target import Recorder
 
 MIB = 2**20
@@ -91,16 +90,7 @@ def peak(monkeypatch):
     backends.backend_on.cache_clear()
 
 
-OTHERS = (
-    Sizes(16384, 4096, 1536, 128, 8),
-    Sizes(32768, 4096, 1408, 128, 8),
-    Sizes(16384, 2048, 1024, 64, 8),
-    Sizes(16384, 5120, 8192, 16, 1),
-    Sizes(8192, 7168, 2048, 384, 8),
-    Sizes(65536, 2048, 768, 128, 8),
-)
-
-
+OTHERS = LAYERS[len(SHAPES) :]
 COLUMNS = (  # of docs/fp8.md's table
     {"precision": "bf16"},
     {"precision": "fp8"},
@@ -115,19 +105,19 @@ COLUMNS = (  # of docs/fp8.md's table
 def test_the_page_s_peaks_are_these(peak):
     page = (Path(__file__).parents[2] / "docs" / "fp8.md").read_text()
     lines = page.split("frozen with LoRA: bf16 | fp8, kept |\n")[1].split("\n\n")[0].splitlines()[1:]
-    for line, shape in zip(lines, (*SHAPES, *OTHERS), strict=True):
+    for line, shape in zip(lines, LAYERS, strict=True):
         sizes, *cells = (cell.strip() for cell in line.strip("|").split("|"))
         assert sizes == ", ".join(map(str, shape[:5]))
         assert [int(cell.replace(" ", "")) for cell in cells] == [round(peak(shape, **way) / MIB) for way in COLUMNS]
     frozen = {"precision": "fp8", "frozen": True}
-    above = sum(peak(shape, **frozen) > peak(shape, "bf16", frozen=True) for shape in (*SHAPES, *OTHERS))
+    above = sum(peak(shape, **frozen) > peak(shape, "bf16", frozen=True) for shape in LAYERS)
     most = (
         f"{peak(OTHERS[4], **frozen, **way) / MIB:,.0f}".replace(",", " ") for way in ({}, {"keep_transposed": False})
     )
     assert above == 7 and "peaks at {} MiB ({} with".format(*most) in page
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, *OTHERS], ids=lambda shape: f"T{shape.T}d{shape.d}n{shape.n}")
+@pytest.mark.parametrize("shape", LAYERS, ids=lambda shape: f"T{shape.T}d{shape.d}n{shape.n}")
 def test_fp8_takes_no_more_than_bf16(peak, shape):
     """Whose figure is what was measured. Of frozen weights, whose gradients bf16 doesn't have either, if they were quantized
     before, and with LoRA's factors but for one layer."""

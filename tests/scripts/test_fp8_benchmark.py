@@ -1,22 +1,11 @@
 """The benchmark of fp8 without a GPU: its smoke run, its calls in bf16 by the twins, and its check on the machine."""
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
-
 import pytest
-import torch
-from torch import Tensor
 
-from blazeproto.dispatch import Dispatch
-from blazeproto.dispatch.structures import Addresses, addresses
 from blazeproto.gemm import Sizes
-from blazeproto.gemm.e4m3 import Quantized
 from blazeproto.lab.oracle import EXACT, evaluate
-from blazeproto.lab.target import Machine
-from blazeproto.runtime.arrays import view
-from blazeproto.runtime.target import device_of, launches_on
 from scripts.bench import fp8, timing
+from tests.scripts.on_machine import run_on_machine
 
 SIZES = Sizes(40, 144, 128, 3, 2)
 
@@ -43,33 +32,8 @@ def test_calls_in_bf16_are_the_products() -> None:
 @pytest.mark.full
 def test_the_check_says_that_the_kernels_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
-    machine = Machine()
-
-    def seen(value: Any) -> Any:
-        """As launches take it."""
-        if isinstance(value, Quantized):
-            return Quantized(*map(seen, value))
-        if not isinstance(value, Tensor):
-            return value
-        bits = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}.get(value.dtype, value.dtype)
-        return view(value.view(bits).numpy())
-
-    def launched(launch: Callable[..., None]) -> Callable[..., None]:
-        def on_machine(*arguments: Any, **options: Any) -> None:
-            with launches_on(machine):
-                launch(*map(seen, arguments), **{name: seen(value) for name, value in options.items()})
-
-        return on_machine
-
-    def rows_of(dispatch: Dispatch) -> Addresses:
-        with launches_on(machine):
-            lists: Any = {name: seen(tensor) for name, tensor in dispatch.arrays.items() if tensor is not None}
-            return addresses(replace(dispatch, **lists), device_of(machine), 0)
-
-    monkeypatch.setattr(fp8, "rows_of", rows_of)
-    for module in (fp8.up, fp8.linear, fp8.down_backward, fp8.weight_fp8, fp8.quantize):
-        for name in [name for name in vars(module) if name.startswith("launch")]:
-            monkeypatch.setattr(module, name, launched(getattr(module, name)))
+    modules = (fp8.up, fp8.linear, fp8.down_backward, fp8.weight_fp8, fp8.quantize)
+    machine = run_on_machine(monkeypatch, fp8, *modules)
     row = fp8.check((SIZES, False), timing.Machine("cpu", 1))
     assert row["repeats"] and all(row["quantized_alike"]) and not any(r.races for r in machine.reports)
     assert all(row[name] < 2.0**-4 for name in ("H", "act", "dH", "A'"))  # e4m3's rounding

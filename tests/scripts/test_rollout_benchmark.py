@@ -1,7 +1,6 @@
 """The benchmark of fp8_rollout's bits without a GPU: the kernels on the machine, DeepGEMM's arithmetic in NumPy."""
 
 import re
-from dataclasses import replace
 from importlib.util import find_spec
 from shutil import which
 from typing import Any
@@ -11,16 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from blazeproto.dispatch import Dispatch
-from blazeproto.dispatch.structures import Addresses, addresses
 from blazeproto.gemm.e4m3 import Quantized
-from blazeproto.lab.target import Machine
-from blazeproto.runtime.arrays import view
 from blazeproto.runtime.rounding import E4M3
 from blazeproto.runtime.target import device_of, launches_on
 from ptxsim import run, tensor_map
 from ptxsim.matrices import multiply_in_14_bits
 from scripts.bench import deep_gemm, fp8_tables, rollout
+from tests.scripts.on_machine import run_on_machine
 
 
 def product(rows: Quantized, weights: Quantized, out: Tensor, expert_of: Tensor) -> None:
@@ -78,39 +74,15 @@ def test_deepgemms_kernel_has_these_bits() -> None:
 @pytest.mark.parametrize("wrong", [False, True])
 def test_no_bit_differs_from_what_it_compares_with(monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
-    machine = Machine()
-
-    def seen(value: Any) -> Any:
-        """As launches take it."""
-        if isinstance(value, Quantized):
-            return Quantized(*map(seen, value))
-        if not isinstance(value, Tensor):
-            return value
-        bits = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}.get(value.dtype, value.dtype)
-        return view(value.view(bits).numpy())
-
-    def launched(launch: Any) -> Any:
-        def on_machine(*arguments: Any, **options: Any) -> None:
-            with launches_on(machine):
-                launch(*map(seen, arguments), **{name: seen(value) for name, value in options.items()})
-
-        return on_machine
-
-    def rows_of(dispatch: Dispatch) -> Addresses:
-        with launches_on(machine):
-            lists: Any = {name: seen(tensor) for name, tensor in dispatch.arrays.items() if tensor is not None}
-            return addresses(replace(dispatch, **lists), device_of(machine), 0)
+    machine = run_on_machine(monkeypatch, rollout, rollout.up, rollout.linear, rollout.quantize)
 
     def place_of(_: Tensor) -> rollout.quantize.OnStream:
         with launches_on(machine):
             return rollout.quantize.OnStream(device_of(machine), 0)
 
     sizes = {"DEVICE": "cpu", "LAYERS": 1, "MOST_ROWS": 20, "MOST_EXPERTS": 3}
-    for name, value in {"rows_of": rows_of, "place_of": place_of, **sizes}.items():
+    for name, value in {"place_of": place_of, **sizes}.items():
         monkeypatch.setattr(rollout, name, value)
-    for module in (rollout.up, rollout.linear, rollout.quantize):
-        for name in [name for name in vars(module) if name.startswith("launch")]:
-            monkeypatch.setattr(module, name, launched(getattr(module, name)))
     if wrong:
         monkeypatch.setattr(rollout, "act_of", lambda h: (h[:, : h.shape[1] // 2].float().sigmoid() * 3).bfloat16())
     monkeypatch.setattr(rollout.deep_gemm, "Kernel", lambda experts: product)
