@@ -297,7 +297,8 @@ def measure(case: Spread, machine: Machine) -> Row:
 def measure_fp8(case: Spread, machine: Machine) -> Row:
     """`Symmetric` in both precisions."""
     shape, ranks = case.shape, machine.ranks
-    given, dispatcher, row = inputs_of(shape, ranks), dispatcher_of(case, ranks), Row()
+    given, dispatcher = inputs_of(shape, ranks), dispatcher_of(case, ranks)
+    row: Row = {"ranks": ranks.size, "row_counts": [ranks.size * shape.rows], "several_sizes": True}  # alone too
     with torch.cuda.stream(torch.cuda.Stream()) if machine.on_gpu else torch.enable_grad():
         layers = {name: layer_of(shape, given, dispatcher, {"precision": name}) for name in ("bf16", "fp8")}
         for name, layer in layers.items():
