@@ -40,11 +40,19 @@ class Exchange(Protocol):
     backend: str
     """The name of the backend whose rows ``add_up`` takes."""
 
+    by_products: bool
+    """Whether bf16 products can send rows, as `sending` tells them."""
+
     def send(self, t: Any, token_ranks: Tensor) -> Any:
         """t (T, d), this rank's own → (places, d), of all ranks' tokens those with an expert here; the other rows are anything.
 
         t: a tensor, or what the backend's ``quantized_tokens`` made. The result is of the same kind.
         token_ranks: (T,) int32: bit r of a token: it has an expert on rank r."""
+
+    def sending(self, t: Tensor, line: Tensor, begins: Tensor, *, awaited: bool) -> tuple[Tensor, tuple[int, ...]]:
+        """t (T, d) → what ``send`` gives, and what a product takes to bring it there while it multiplies.
+
+        line, begins: of `PeersNamed`.  awaited: whether the product gathers these rows; else the next ``add_up`` waits for them."""
 
     def add_up(
         self,
@@ -71,6 +79,10 @@ class PeersNamed(NamedTuple):
 
     token_ranks: Tensor | None  # (T,) int32, as `Exchange.send` takes it
     exchange: str
+    line: Tensor | None = (
+        None  # (T P,) and (E + 1,) int32: the order in which products send rows (gemm/cuda/sending.cuh)
+    )
+    begins: Tensor | None = None
 
     @property
     def places(self) -> int | None:

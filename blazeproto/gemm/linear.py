@@ -44,6 +44,7 @@ from blazeproto.gemm.tiles import (
     WIDTHS,
     Element,
     TileConfig,
+    by_tickets,
     table_of,
     tiles_for,
 )
@@ -247,6 +248,7 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
         "linear",
         config or table_of(variant.arch)[name_of(variant.transposed)],
         build,
+        tails=variant.sends,
         widths=WIDTHS,
         cluster_widths=(128, 256),
         epilogue_warpgroups=int(variant.gather),  # where all of the producer's warps gather, others must store
@@ -287,17 +289,20 @@ def launch(
     out: Any,
     config: TileConfig | None = None,
     name: str = "",
+    sending: tuple[int, ...] = (),
 ) -> None:
     """`grouped_mm` of arrays that have been checked, or of quantized ones. columns: of the output, default all.
-    low: added to them.  name: of the product, where its weights do not say which it is."""
+    low: added to them.  name: of the product, where its weights do not say which it is.  sending: `PeerMemory.sending` of rows
+    that a later product gathers."""
     if not at.num_rows:
         return
     _, outer, inner = shape = shape_of(weights)
     first, count = (0, inner if transposed else outer) if columns is None else (columns.start, len(columns))
     element = element_of(a)
     config = tiles(config, transposed, count, element, at.arch)
-    variant = variant_of(a, weights, low, at, gather=gather, transposed=transposed, bias=bias is not None)
-    config = alone(config, variant.stored)
+    options = {"transposed": transposed, "bias": bias is not None, "sends": bool(sending)}
+    variant = variant_of(a, weights, low, at, gather=gather, **options)
+    config = by_tickets(config) if sending else alone(config, variant.stored)
     made = plan(at.where, shape, count, variant, config, build_of(name or name_of(transposed)))
     a_at, out_at = address(a), out.data_ptr()
     weights_at = address(weights)
@@ -307,7 +312,7 @@ def launch(
     maps += last_maps(low, weights, first * (1 if transposed else rank_of(low)))
     addresses = words(at, config=config, source=a_at if gather else 0, out0=out_at, bias=bias, first_column=first)
     addresses += scales(a, weights, None, None, None, first=first if variant.stored else first // BLOCK * blocks(inner))
-    driver.launch(*made.fill(maps, addresses), at.stream)
+    driver.launch(*made.fill(maps, addresses + sending), at.stream)
 
 
 def _in_layer(sizes: Sizes, variant: Variant) -> list[tuple[Sizes, TileConfig, Variant]]:

@@ -45,6 +45,22 @@ STORED_ROWS_PARAMS = ROWS_PARAMS._replace(
 )
 
 
+SENDING = (
+    *(
+        "meeting.bases",
+        "meeting.progress",
+        "meeting.ranks",
+        "meeting.rank",
+        "meeting.patience_ns",
+        "rows",
+        "line",
+        "begins",
+    ),
+    *("row_bytes", "max_tokens", "rows_at", "counts_at", "senders", "blocks", "awaited"),
+)
+SENDING_ROWS_PARAMS = ROWS_PARAMS._replace(words=(*ROWS_PARAMS.words, *(f"sending.{name}" for name in SENDING)))
+
+
 def rows_plan(
     kernel: Kernel,
     config: TileConfig,
@@ -95,7 +111,8 @@ def rows_plan(
     )
     numbers: tuple[int, ...] = (num_rows, num_experts, reduction, columns, width if biased else 0, rank)
     grid = persistent_grid(device, config.cluster, blocks_at_most * -(-columns // tile_columns))
-    params = QUANTIZED_ROWS_PARAMS if element.scales else ROWS_PARAMS
+    params = QUANTIZED_ROWS_PARAMS if element.scales else SENDING_ROWS_PARAMS if variant.sends else ROWS_PARAMS
+    grid = num_sms(device) if variant.sends else grid  # on every rank those that send
     if stored:
         in_row, of_ring, decoded = shape[2] // stored.columns, (0,) * 7, None
         if stored.few:

@@ -58,7 +58,11 @@ static_assert(EPILOGUE_WARPGROUPS == 0 || EPILOGUE_WARPGROUPS == 1, "one is buil
 // wrote down.
 constexpr int PTXAS_THREADS = (1 + CONSUMERS) * WARPGROUP;
 constexpr int REGISTER_BUDGET = 65536 / WARPGROUP;  // of one thread of every warpgroup together
+#ifdef SENDS
+constexpr int PRODUCER_REGISTERS = 48;  // it waits for rows, too
+#else
 constexpr int PRODUCER_REGISTERS = 40;
+#endif
 constexpr int CONSUMER_REGISTERS =
     (REGISTER_BUDGET - PRODUCER_REGISTERS - EPILOGUE_WARPGROUPS * EPILOGUE_REGISTERS) / CONSUMERS / 8 * 8;
 

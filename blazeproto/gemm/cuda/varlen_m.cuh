@@ -86,11 +86,11 @@ struct RowProducer {
     // By one warp: all its lanes find tiles, one thread loads.
     template <class Scheduler>
     DEVICE static void produce_contiguous(const RowsParams& p, const Scheduler& scheduler) {
-        static_assert(!TICKETS, "taken where rows are gathered");
         Ring ring;
-        uint32_t ticket = 0;
+        uint32_t ticket = scheduler.first_ticket();
         for (int position = 0; scheduler.has(position); ++position) {
-            if (scheduler.begins_batch(position)) scheduler.fill_slots(position, ticket);
+            const int ahead = position + TICKETS;
+            if (scheduler.begins_batch(ahead)) scheduler.fill_slots(ahead, ticket);
             if (threadIdx.x == 0) {
                 MARK(AT, TILE);
                 const RowTile tile = scheduler.at(position), with_weights = in_slot<Scheduler::TILE_COLUMNS>(p, tile);
@@ -134,6 +134,9 @@ struct RowProducer {
         look_ahead(0);
         for (int position = 0; scheduler.has(position); ++position) {
             MARK(AT, TILE);
+#ifdef SENDS
+            wait_for_rows(p.sending, scheduler.at(position).expert, p.experts, rows_awaited());
+#endif
             const uint4* chunks = reinterpret_cast<const uint4*>(p.source + column);
             RowChunks<BM / PASS_ROWS> rows(chunks, row_start(p.pairs, next_pair, p.reduction), 0);
             look_ahead(position + 1);
