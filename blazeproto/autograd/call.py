@@ -143,7 +143,7 @@ class BackendStep(NamedTuple):
 
     recipe: Recipe = FP8
 
-    sending: tuple[int, ...] = ()
+    sending: Any = None
     """What an exchange tells a product that sends rows."""
 
 

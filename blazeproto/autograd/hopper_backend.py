@@ -163,7 +163,7 @@ def up_backward_act(step: BackendStep, dh: Tensor, dx: Tensor) -> None:
     for columns in column_slices(rows.num_rows, dx.shape[1], dx.element_size() * prod(shape_of(step.weight))):
         dx_rows = dx.new_empty(rows.num_rows, len(columns))
         linear.launch(of_dh, _anew(lying), rows, columns=columns, out=dx_rows, sending=sending, **options)
-        sending = ()
+        sending = None
         (step.add_up or launch_combine)(dx_rows, rows, columns=columns, out=dx)
         del dx_rows  # before the next one, or the weight gradient, is allocated
 

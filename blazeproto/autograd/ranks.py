@@ -49,10 +49,10 @@ class Exchange(Protocol):
         t: a tensor, or what the backend's ``quantized_tokens`` made. The result is of the same kind.
         token_ranks: (T,) int32: bit r of a token: it has an expert on rank r."""
 
-    def sending(self, t: Tensor, line: Tensor, begins: Tensor, *, awaited: bool) -> tuple[Tensor, tuple[int, ...]]:
+    def sending(self, t: Tensor, line: Tensor, begins: Tensor, *, awaited: bool) -> tuple[Tensor, Any]:
         """t (T, d) → what ``send`` gives, and what a product takes to bring it there while it multiplies.
 
-        line, begins: of `PeersNamed`.  awaited: whether the product gathers these rows; else the next ``add_up`` waits for them."""
+        line, begins: of `PeersNamed`.  awaited: whether the product gathers these rows; else the next ``add_up`` waits."""
 
     def add_up(
         self,
@@ -80,7 +80,7 @@ class PeersNamed(NamedTuple):
     token_ranks: Tensor | None  # (T,) int32, as `Exchange.send` takes it
     exchange: str
     line: Tensor | None = (
-        None  # (T P,) and (E + 1,) int32: the order in which products send rows (gemm/cuda/sending.cuh)
+        None  # (T (P - 1),) and (E - E / P + 1,) int32: the order in which products send rows (gemm/cuda/sending.cuh)
     )
     begins: Tensor | None = None
 

@@ -112,12 +112,16 @@ class Steps:
         whole = call.quantized and call.recipe.x.scale == "token"  # an exchange has room for one scale a token
         self.sends_quantized = self.exchange and whole and all(t is None for t in in_bf16)
         self.loaded: tuple[Any, Any] = None, None
-        self.sending: tuple[int, ...] = ()
+        self.sending: Any = None
         self.sent: Any = None
-        others = (call.p.up_bias, call.p.up_a, call.p.down_a)  # for a bias a producer that waits leaves too few registers; factors meet rows first
+        others = (call.p.up_a, call.p.down_a)  # factors meet the rows before a product does
         plain = not any(isinstance(weight, StoredWeight) for weight in (call.p.up_proj, call.p.down_proj))
         self.by_products = (
-            self.exchange and self.exchange.by_products and plain and not call.quantized and all(t is None for t in others)
+            self.exchange
+            and self.exchange.by_products
+            and plain
+            and not call.quantized
+            and all(t is None for t in others)
         )
         self.held: list[Saved] = []
         self.scores = take(call.p.scores, chunk.tokens)
@@ -127,8 +131,8 @@ class Steps:
     def load(self, t: Any, operand: Operand, *, plain: bool = False, sends: bool = False) -> Any:
         """The tokens (T, d) whose rows are here, as products take them: a chunk's, or what an exchange brings, until it brings
         another. In fp8 they are quantized before an exchange sends them, else in each call; then ``loaded[1]`` is as they came,
-        for biases and low-rank factors.  operand: what they are, quantized.  plain: not quantized.  sends: whether the product that
-        takes them can send them, as ``sending`` says."""
+        for biases and low-rank factors.  operand: what they are, quantized.  plain: not quantized.
+        sends: whether the product that takes them can send them, as ``sending`` says."""
         if self.loaded[0] is not t:
             here = take(t, self.chunk.tokens).contiguous()  # out.sum() delivers a gradient of stride 0
             if self.by_products and sends:
@@ -142,7 +146,7 @@ class Steps:
         return self.backend.quantized_tokens(self.loaded[1], self.rows, operand)
 
     def _sending(self, t: Tensor, *, awaited: bool) -> Tensor:
-        """t (T, d) -> the places where its rows come, by the next product. A copy of what is not aligned lives as long as the step."""
+        """t (T, d) -> the places where its rows come, by the next product. A copy of what is not aligned lives on."""
         beside, self.sent = self.call.beside, ready(t)
         rows, self.sending = self.exchange.sending(self.sent, beside.line, beside.begins, awaited=awaited)
         return rows
@@ -155,7 +159,7 @@ class Steps:
         weight = self.prepare(p.up_proj, self.dtype, self.rows, self.call.beside.up_kept, saved.up_t)
         low = self._low(self.loaded[1], p.up_a, p.up_b, gather=True, out=take(saved.xa, rows))
         options: dict[str, Any] = {"activation": self.call.how.options.activation, "recipe": self.call.recipe}
-        options["sending"], self.sending = self.sending, ()
+        options["sending"], self.sending = self.sending, None
         step = BackendStep(self.rows, weight, cast(p.up_bias, self.dtype), low=low, **options)
         return *self.backend.up_forward(step, x, take(saved.h, rows), take(saved.act, rows)), low and low[0]
 
@@ -192,7 +196,7 @@ class Steps:
             weight = self.prepare(p.down_proj, self.dtype, self.rows, kept, transposed=True)
             bias, activation = cast(p.down_bias, self.dtype) if needs.scores else None, self.call.how.options.activation
             how = {"low": low, "scores": self.scores, "activation": activation, "sending": self.sending}
-            step, self.sending = BackendStep(self.rows, weight, bias, self.loaded[1], **how), ()
+            step, self.sending = BackendStep(self.rows, weight, bias, self.loaded[1], **how), None
             over = self.overwrite_h or again
             dh, d_scores, a_scaled = self.backend.down_backward_act(step, wants, d_out, h, act, overwrite_h=over)
         if needs.scores and self.sums:
@@ -229,7 +233,7 @@ class Steps:
             dx = torch.empty_like(p.x) if self.sums is None else take(self.sums.x, self.chunk.tokens)
             if self.by_products and needs.up_proj:
                 self.loaded = p.x, self._sending(p.x, awaited=False)
-            step, self.sending = BackendStep(self.rows, weight, low=low, sending=self.sending, **self.combined), ()
+            step, self.sending = BackendStep(self.rows, weight, low=low, sending=self.sending, **self.combined), None
             self.backend.up_backward_act(step, dh, dx)
         return dx, low and low[0]
 

@@ -20,6 +20,7 @@ from blazeproto.distributed.peer_memory import BLOCKS, PROGRESS_BYTES, MemoryLay
 from blazeproto.gemm.combine import SPEC as COMBINE
 from blazeproto.gemm.e4m3 import Quantized
 from blazeproto.gemm.recipe import FP8
+from blazeproto.gemm.rows import Sending
 from blazeproto.runtime import driver
 from blazeproto.runtime.arrays import current_stream
 
@@ -44,12 +45,13 @@ class PeerExchange:
     group: its ranks have one GPU each, of one kind, in NVLink's reach.  See `Symmetric` for the rest.
     """
 
-    backend, by_products = "hopper", True
+    backend = "hopper"
 
     def __init__(self, group: dist.ProcessGroup, layout: MemoryLayout, device: torch.device, timeout: float) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         self.layout, self.places, self.device = layout, layout.ranks * layout.max_tokens, device
+        self.by_products = layout.ranks > 1
         self.memory = symmetric_memory.empty(layout.size, dtype=torch.uint8, device=device)
         self._handle = symmetric_memory.rendezvous(self.memory, group)
         offset = self.memory.data_ptr() - self._handle.buffer_ptrs[group.rank()]
@@ -78,12 +80,15 @@ class PeerExchange:
         experts_here: int,
     ) -> SharedChoice:
         experts, scores, top_k = narrow_ids(experts).contiguous(), scores.contiguous(), _top_k(experts)
-        token_ranks, first_needed = experts.new_empty(num_tokens), experts.new_empty(num_tokens, self.layout.ranks)
+        others, token_ranks = self.layout.ranks - 1, experts.new_empty(num_tokens)
+        first_needed = experts.new_empty(num_tokens, others) if others else None
         given = [t if t is None else t.contiguous() for t in (pair_tokens, token_offsets)]
         addresses = [0 if t is None else t.data_ptr() for t in (experts, scores, *given, token_ranks, first_needed)]
         sizes = {"num_tokens": num_tokens, "num_pairs": experts.numel(), "top_k": top_k, "experts_here": experts_here}
         driver.launch(*self.end.share(*addresses, **sizes, stream=current_stream(scores)))
-        line, begins, _ = dispatch.kernel(first_needed, experts_here * self.layout.ranks, WHOLE, self.backend)
+        line = begins = None
+        if first_needed is not None:
+            line, begins, _ = dispatch.kernel(first_needed, experts_here * others, WHOLE, self.backend)
         pairs = self.layout.ranks * self.end.pairs_of_rank(top_k)
         ids, weights = self._section("experts", torch.int32)[:pairs], self._section("scores", torch.float32)[:pairs]
         if top_k:
@@ -91,10 +96,11 @@ class PeerExchange:
         tokens, offsets = (self._section(name, torch.int32) for name in ("pair_tokens", "token_offsets"))
         return SharedChoice(ids, weights, tokens, offsets, token_ranks, line, begins)
 
-    def sending(self, t: Tensor, line: Tensor, begins: Tensor, *, awaited: bool) -> tuple[Tensor, tuple[int, ...]]:
+    def sending(self, t: Tensor, line: Tensor, begins: Tensor, *, awaited: bool) -> tuple[Tensor, Sending]:
         """t: bf16. The launch follows before t is freed."""
         rows = self._section("rows", torch.bfloat16).view(self.places, self.layout.d_model)
-        return rows, self.end.sending(t.data_ptr(), line.data_ptr(), begins.data_ptr(), awaited=awaited)
+        addresses = (t.data_ptr(), line.data_ptr(), begins.data_ptr())
+        return rows, self.end.sending(*addresses, num_tokens=len(t), awaited=awaited)
 
     def send(self, t: Tensor | Quantized, token_ranks: Tensor) -> Tensor | Quantized:
         """t: bf16, or quantized by token."""

@@ -16,6 +16,7 @@ from itertools import accumulate
 from typing import Any
 
 from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.rows import Sending
 from blazeproto.gemm.tiles import BF16, CHUNK, E4M3
 
 SOURCES = "../../distributed/cuda"  # seen from gemm/cuda, whose headers these kernels include
@@ -148,11 +149,14 @@ class PeerMemory:
         words = (rows, scales, token_ranks, num_tokens, self.layout.max_tokens, row_bytes, self.layout.at("rows"))
         return self.launch(kernel("send"), stream, words)
 
-    def sending(self, rows: int, line: int, begins: int, *, awaited: bool) -> tuple[int, ...]:
-        """The words of sending.cuh's Sending, which a product takes: bf16 rows of d."""
+    def sending(self, rows: int, line: int, begins: int, *, num_tokens: int, awaited: bool) -> Sending:
+        """Rows of d, bf16, that a product sends while it multiplies (gemm/cuda/sending.cuh).
+
+        line, begins: of the dispatch of `share`'s first_needed.  awaited: whether the product gathers what comes."""
         row_bytes, places = BF16.bytes * self.layout.d_model, map(self.layout.at, ("rows", "counts"))
-        sizes = (row_bytes, self.layout.max_tokens, *places, self.sending_ctas, self.blocks, int(awaited))
-        return (*self.meeting, rows, line, begins, *sizes)
+        sizes = (num_tokens, row_bytes, self.layout.max_tokens, *places, self.blocks, int(awaited))
+        words = (*self.meeting, rows, line, begins, *sizes, self.sending_ctas)
+        return Sending(words, (self.layout.ranks - 1) * num_tokens * row_bytes)
 
     def send_back(self, values: int, here: int, *, top_k: int, stream: int) -> tuple[Any, ...]:
         """One number of each pair that arrived and has its expert here."""

@@ -26,6 +26,7 @@ from blazeproto.gemm.product import (
     variants,
 )
 from blazeproto.gemm.rows import (
+    Sending,
     address,
     element_of,
     h_box,
@@ -33,6 +34,7 @@ from blazeproto.gemm.rows import (
     rows_plan,
     scales,
     shape_of,
+    that_sends,
     variant_of,
     words,
 )
@@ -45,7 +47,6 @@ from blazeproto.gemm.tiles import (
     SLAB,
     TILES,
     TileConfig,
-    by_tickets,
     chosen,
     chosen_for_any,
     table_of,
@@ -215,7 +216,7 @@ def launch(
     d_scores: Any,
     workspace: Any,
     config: TileConfig | None = None,
-    sending: tuple[int, ...] = (),
+    sending: Sending | None = None,
 ) -> None:
     """`down_backward_act` of arrays that have been checked; the partial dS of the column tiles are summed behind it.
     low: added to dA'.  A quantized down_proj is the transpose.  sending: `PeerMemory.sending` of the rows of d_out."""
@@ -223,9 +224,9 @@ def launch(
         element, widths = element_of(d_out), (shape_of(d_out)[1], shape_of(a_scaled)[1])
         config = config or chosen("down_backward_act", at.num_rows, at.num_experts, *widths, element, at.arch)
         lies = transposed or element is E4M3
-        options = {"transposed": lies, "activation": activation, "sends": bool(sending)}
+        options = {"transposed": lies, "activation": activation, "sends": sending is not None}
         variant = variant_of(d_out, down_proj, low, at, gather=True, **options)
-        config = by_tickets(config) if sending else config
+        config = that_sends(config) if sending else config
         plan = _plan(
             at.where, shape_of(down_proj), variant, alone(config, variant.stored), build_of("down_backward_act")
         )
@@ -240,7 +241,8 @@ def launch(
             sums=workspace.data_ptr(),
         )
         maps = (address(down_proj), address(h), dh_at, a_at, *last_maps(low, down_proj))
-        driver.launch(*plan.fill(maps, addresses + scales(d_out, down_proj, h, dh, a_scaled) + sending), at.stream)
+        addresses += sending.beside(config, widths[0]) if sending else ()
+        driver.launch(*plan.fill(maps, addresses + scales(d_out, down_proj, h, dh, a_scaled)), at.stream)
     reduce.launch_reduce_scores_grad(workspace, d_scores, at)
 
 

@@ -32,7 +32,18 @@ from blazeproto.gemm.product import (
     tiled_kernel,
     variants,
 )
-from blazeproto.gemm.rows import address, element_of, last_maps, rank_of, rows_plan, scales, shape_of, variant_of, words
+from blazeproto.gemm.rows import (
+    Sending,
+    address,
+    element_of,
+    last_maps,
+    rank_of,
+    rows_plan,
+    scales,
+    shape_of,
+    variant_of,
+    words,
+)
 from blazeproto.gemm.specification import Specification, by_tile, low_rank
 from blazeproto.gemm.stored import Storage, alone
 from blazeproto.gemm.tiles import (
@@ -44,7 +55,6 @@ from blazeproto.gemm.tiles import (
     WIDTHS,
     Element,
     TileConfig,
-    by_tickets,
     table_of,
     tiles_for,
 )
@@ -248,7 +258,6 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
         "linear",
         config or table_of(variant.arch)[name_of(variant.transposed)],
         build,
-        tails=variant.sends,
         widths=WIDTHS,
         cluster_widths=(128, 256),
         epilogue_warpgroups=int(variant.gather),  # where all of the producer's warps gather, others must store
@@ -289,7 +298,7 @@ def launch(
     out: Any,
     config: TileConfig | None = None,
     name: str = "",
-    sending: tuple[int, ...] = (),
+    sending: Sending | None = None,
 ) -> None:
     """`grouped_mm` of arrays that have been checked, or of quantized ones. columns: of the output, default all.
     low: added to them.  name: of the product, where its weights do not say which it is.  sending: `PeerMemory.sending` of rows
@@ -300,9 +309,9 @@ def launch(
     first, count = (0, inner if transposed else outer) if columns is None else (columns.start, len(columns))
     element = element_of(a)
     config = tiles(config, transposed, count, element, at.arch)
-    options = {"transposed": transposed, "bias": bias is not None, "sends": bool(sending)}
+    options = {"transposed": transposed, "bias": bias is not None, "sends": sending is not None}
     variant = variant_of(a, weights, low, at, gather=gather, **options)
-    config = by_tickets(config) if sending else alone(config, variant.stored)
+    config = alone(config, variant.stored)
     made = plan(at.where, shape, count, variant, config, build_of(name or name_of(transposed)))
     a_at, out_at = address(a), out.data_ptr()
     weights_at = address(weights)
@@ -312,7 +321,8 @@ def launch(
     maps += last_maps(low, weights, first * (1 if transposed else rank_of(low)))
     addresses = words(at, config=config, source=a_at if gather else 0, out0=out_at, bias=bias, first_column=first)
     addresses += scales(a, weights, None, None, None, first=first if variant.stored else first // BLOCK * blocks(inner))
-    driver.launch(*made.fill(maps, addresses + sending), at.stream)
+    addresses += sending.beside(config, outer if transposed else inner) if sending else ()
+    driver.launch(*made.fill(maps, addresses), at.stream)
 
 
 def _in_layer(sizes: Sizes, variant: Variant) -> list[tuple[Sizes, TileConfig, Variant]]:

@@ -1,7 +1,8 @@
 """The argument of the products by rows (cuda/params.cuh: RowsParams), which up.py, linear.py and down_backward.py share."""
 
+from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from blazeproto.dispatch.structures import Addresses
 from blazeproto.gemm import tickets
@@ -56,9 +57,31 @@ SENDING = (
         "line",
         "begins",
     ),
-    *("row_bytes", "max_tokens", "rows_at", "counts_at", "senders", "blocks", "awaited"),
+    *("tokens", "row_bytes", "max_tokens", "rows_at", "counts_at", "blocks", "awaited", "senders", "late"),
 )
 SENDING_ROWS_PARAMS = ROWS_PARAMS._replace(words=(*ROWS_PARAMS.words, *(f"sending.{name}" for name in SENDING)))
+
+SENDING_RATE = 300e9  # bytes a second over NVLink
+TILE_RATE = 5.3e12  # operations a second, of a multiprocessor
+
+
+class Sending(NamedTuple):
+    """Rows that a product sends to other ranks while it multiplies (cuda/sending.cuh). words: the struct's, but for the last.
+    size: bytes, if each row goes to all other ranks."""
+
+    words: tuple[int, ...]
+    size: int
+
+    def beside(self, config: TileConfig, reduction: int) -> tuple[int, ...]:
+        """The struct's words, for a product with these tiles: senders come to them when a sending at `SENDING_RATE` is over."""
+        tile = 2 * BM * config.tile_n * reduction / TILE_RATE
+        return (*self.words, round(self.size / SENDING_RATE / tile))
+
+
+def that_sends(config: TileConfig, bias: bool = False) -> TileConfig:
+    """The tiles of a kernel that sends rows, in place of ``config``: taken round robin, and with a bias, for which there would be
+    too few registers, not in pairs."""
+    return replace(config, tickets=False, cluster=1 if bias else config.cluster)
 
 
 def rows_plan(

@@ -107,11 +107,6 @@ class TileConfig(Shown):
                 raise ValueError(f"{name}: expected one of {', '.join(map(str, allowed))}, got {value!r}")
 
 
-def by_tickets(config: TileConfig) -> TileConfig:
-    """The same tiles, which CTAs take as they get done: some come late."""
-    return replace(config, cluster=1, tickets=True)
-
-
 # Hopper's tiles by product, but for what `tuned.py` knows better.
 PLAIN = {
     "up_forward": TileConfig(),

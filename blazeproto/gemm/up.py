@@ -26,6 +26,7 @@ from blazeproto.gemm.product import (
     variants,
 )
 from blazeproto.gemm.rows import (
+    Sending,
     address,
     element_of,
     h_box,
@@ -33,6 +34,7 @@ from blazeproto.gemm.rows import (
     rows_plan,
     scales,
     shape_of,
+    that_sends,
     variant_of,
     words,
 )
@@ -44,7 +46,6 @@ from blazeproto.gemm.tiles import (
     E4M3,
     SLAB,
     TileConfig,
-    by_tickets,
     chosen,
     chosen_for_any,
     table_of,
@@ -129,9 +130,13 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
         tails=True,
         cluster_widths=(128, 256),
         epilogue_warpgroups=1,
-        # Making act is quicker with 56, but consumers that add biases to 256 columns need what 40 leave them, and a producer that
-        # waits for rows takes 8.
-        epilogue_registers=40 if variant.bias and config.tile_n == 256 else 48 if variant.sends else 56,
+        # Making act is quicker with 56, but consumers that add biases to 256 columns need what 40 leave them, and producers that
+        # share weights and wait for rows take 8 more.
+        epilogue_registers=40
+        if variant.bias and config.tile_n == 256
+        else 48
+        if variant.sends and config.cluster > 1
+        else 56,
         GATHER=1,
         B_MN=variant.transposed,
         HAS_BIAS=variant.bias,
@@ -176,7 +181,7 @@ def launch(
     h: Any,
     act: Any,
     config: TileConfig | None = None,
-    sending: tuple[int, ...] = (),
+    sending: Sending | None = None,
 ) -> None:
     """`up_forward` of arrays that have been checked (torch tensors or DeviceArrays, or `Quantized` ones).  low: added to h before
     bias and activation.  sending: `PeerMemory.sending` of the rows of x."""
@@ -191,15 +196,15 @@ def launch(
         "activation": activation,
         "floats": isinstance(x, Quantized) and len(x.scales.shape) == 2,
     }
-    variant = variant_of(x, up_proj, low, at, gather=True, sends=bool(sending), **options)
-    config = by_tickets(config) if sending else config
+    variant = variant_of(x, up_proj, low, at, gather=True, sends=sending is not None, **options)
+    config = that_sends(config, bias is not None) if sending else config
     plan = _plan(at.where, shape_of(up_proj), variant, alone(config, variant.stored), build_of("up_forward"))
     h_at, act_at = address(h), address(act)
     filled = plan.fill(
         (address(up_proj), h_at, act_at, *last_maps(low, up_proj)),
         words(at, config=config, source=address(x), out0=h_at, out1=act_at, bias=bias)
         + scales(x, up_proj, None, h, act)
-        + sending,
+        + (sending.beside(config, shape_of(x)[1]) if sending else ()),
     )
     driver.launch(*filled, at.stream)
 

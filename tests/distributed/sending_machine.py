@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from blazeproto.dispatch import build_dispatch
-from blazeproto.distributed.peer_memory import PROGRESS_BYTES, MemoryLayout, PeerMemory
-from blazeproto.gemm import down_backward, linear, up
+from blazeproto.distributed.peer_memory import GROUPS, PROGRESS_BYTES, MemoryLayout, PeerMemory
+from blazeproto.gemm import down_backward, up
 from blazeproto.gemm.linear import _UP, _checked_launch
 from blazeproto.lab.target import Machine
 from blazeproto.runtime import driver
@@ -31,7 +31,7 @@ class Sending:
         draw, self.tokens, self.ranks = np.random.default_rng(seed), tokens, len(tokens)
         most, experts = max(tokens) + 1, HERE * self.ranks
         self.layout = MemoryLayout(self.ranks, most, most * TOP_K, D)
-        self.machine, self.ctas, self.sends, self.patience = Machine(2, seed), ctas, sends, patience
+        self.machine, self.ctas, self.sends, self.patience = Machine(ctas + 2, seed), ctas, sends, patience
         ids = [
             np.array([draw.permutation(experts)[:TOP_K] for _ in range(n)], np.int32).reshape(n, TOP_K) for n in tokens
         ]
@@ -45,7 +45,8 @@ class Sending:
         self.memory = [np.zeros(self.layout.size, np.uint8) for _ in tokens]
         for rank in range(self.ranks):
             self.section(rank, "rows", np.uint16)[:] = NAN
-            self.section(rank, "counts", np.uint32)[:] = sends * ctas * 12
+            counts = self.section(rank, "counts", np.uint32).reshape(self.ranks, GROUPS)
+            counts[:], counts[rank] = 12 * sends * ctas, 12 * sends * 2  # two CTAs copy
         self.dispatches = [self._dispatch(rank) for rank in range(self.ranks)]
         self.made: list[dict[str, np.ndarray]] = [{} for _ in tokens]
         self.right: list[dict[str, np.ndarray]] = [{} for _ in tokens]
@@ -68,12 +69,13 @@ class Sending:
 
     def _line(self, rank: int) -> Any:
         """By what sending.cuh says of it: (token, slot), by the first expert that the slot's rank has of the token."""
-        first = np.full((self.tokens[rank], self.ranks), -1, np.int32)
+        slots = self.ranks - 1
+        first = np.full((self.tokens[rank], slots), -1, np.int32)
         for token, slot in np.ndindex(*first.shape):
             here = self.ids[rank][token] - (rank + 1 + slot) % self.ranks * HERE
             here = here[(here >= 0) & (here < HERE) & (self.ids[rank][token] >= 0)]
-            first[token, slot] = here.min() * self.ranks + slot if len(here) else -1
-        return build_dispatch(first, HERE * self.ranks)
+            first[token, slot] = here.min() * slots + slot if len(here) else -1
+        return build_dispatch(first, HERE * slots)
 
     def rows(self, rank: int, name: str) -> np.ndarray:
         """Those that come to a rank; NaN elsewhere."""
@@ -131,7 +133,8 @@ class Sending:
         line, given = self._line(rank), [self.given[name][rank] for name in ("x", "d_out")]
         lists = address(line.expert_pair_indices), address(line.expert_token_offsets)
         x, d_out = map(address, given)
-        sendings = [end.sending(t, *lists, awaited=awaited) for t, awaited in ((x, True), (d_out, True), (x, False))]
+        how = {"num_tokens": self.tokens[rank]}
+        sendings = [end.sending(t, *lists, awaited=awaited, **how) for t, awaited in ((x, 1), (d_out, 1), (x, 0))]
         rows = self.section(rank, "rows", np.uint16).reshape(-1, D)
         self.products(rank, (rows, rows), self.made[rank], sendings)
         token_ranks = sum(
@@ -155,7 +158,7 @@ class Sending:
         wrong = []
         for rank in range(self.ranks):
             rows, right = [self.rows(rank, name) for name in ("x", "d_out")], self.right[rank]
-            alone = lambda rank=rank, rows=rows, right=right: self.products(rank, rows, right, ((), (), ()))  # noqa: E731
+            alone = lambda rank=rank, rows=rows, right=right: self.products(rank, rows, right, (None, None, None))  # noqa: E731
             self.machine.together([alone], most=2 * 10**6)
             right["rows"] = rows[0]
             sent = rows[0] != NAN

@@ -58,7 +58,7 @@ static_assert(EPILOGUE_WARPGROUPS == 0 || EPILOGUE_WARPGROUPS == 1, "one is buil
 // wrote down.
 constexpr int PTXAS_THREADS = (1 + CONSUMERS) * WARPGROUP;
 constexpr int REGISTER_BUDGET = EPILOGUE_WARPGROUPS ? 4 * 128 : 3 * 168;  // of one thread of every warpgroup together
-#if defined(SENDS) && GATHER
+#if defined(SENDS) && GATHER && CLUSTER > 1
 constexpr int PRODUCER_REGISTERS = 48;  // it waits for rows, too
 #else
 constexpr int PRODUCER_REGISTERS = 40;

@@ -86,11 +86,11 @@ struct RowProducer {
     // By one warp: all its lanes find tiles, one thread loads.
     template <class Scheduler>
     DEVICE static void produce_contiguous(const RowsParams& p, const Scheduler& scheduler) {
+        static_assert(!TICKETS, "taken where rows are gathered");
         Ring ring;
-        uint32_t ticket = scheduler.first_ticket();
+        uint32_t ticket = 0;
         for (int position = 0; scheduler.has(position); ++position) {
-            const int ahead = position + TICKETS;
-            if (scheduler.begins_batch(ahead)) scheduler.fill_slots(ahead, ticket);
+            if (scheduler.begins_batch(position)) scheduler.fill_slots(position, ticket);
             if (threadIdx.x == 0) {
                 MARK(AT, TILE);
                 const RowTile tile = scheduler.at(position), with_weights = in_slot<Scheduler::TILE_COLUMNS>(p, tile);
@@ -135,7 +135,7 @@ struct RowProducer {
         for (int position = 0; scheduler.has(position); ++position) {
             MARK(AT, TILE);
 #ifdef SENDS
-            wait_for_rows(p.sending, scheduler.at(position).expert, p.experts, rows_awaited());
+            wait_for_rows(p.sending, scheduler.at(position).expert, p.experts, sendings());
 #endif
             const uint4* chunks = reinterpret_cast<const uint4*>(p.source + column);
             RowChunks<BM / PASS_ROWS> rows(chunks, row_start(p.pairs, next_pair, p.reduction), 0);
