@@ -30,7 +30,7 @@ SECTION = 256  # bytes that a section of the memory begins at a multiple of
 FLAGS = 2 * MAX_RANKS * 4
 PROGRESS_BYTES = 32  # meeting.cuh: Progress
 SENDING_CTAS = 16  # of a product, which send rows before they multiply
-GROUPS = 32  # of a rank's experts (sending.cuh)
+GROUPS = 6  # of a rank's experts (sending.cuh)
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,16 @@
 //                                    ^
 //   rank 1   CTA 0   | rows for rank 0's experts 0, 1 | for 2, 3 | ......... | ...       each warp counts in rank 0's memory
 //
-// GROUPS groups of a rank's experts have a count of each rank that sends: of its warps that have stored their rows for the group.
-// Counts only grow, by as many warps a sending, and a launch knows from Progress how many sendings there were.
+// A rank's experts are in GROUPS groups, of which each but the first two is twice as long as the one before: tiles of the first can
+// begin soon, and a warp has few waits for its stores. Each rank that sends has a count for each group: of its warps that have stored
+// their rows for it. Counts only grow, by as many warps a sending, and a launch knows from Progress how many sendings there were.
 //
 // CTAs that send come `late` rounds late to the tiles (tiles.cuh), by the host's estimate; a bad one costs time alone.
 #pragma once
 #include "meeting.cuh"
 
 constexpr int SENDING_WARPS = 12;    // of a CTA, that move rows
-constexpr int GROUPS = 32;           // of a rank's experts; a lane each
+constexpr int GROUPS = 6;            // of a rank's experts
 constexpr int CHUNKS_UNDER_WAY = 8;  // 16 bytes each, of a lane
 
 struct Sending {
@@ -31,7 +32,8 @@ struct Sending {
     int64_t late;                // rounds of tiles without them
 };
 
-DEVICE int experts_in_group(int experts) { return (experts + GROUPS - 1) / GROUPS; }
+DEVICE int experts_in_first_group(int experts) { return (experts + (1 << (GROUPS - 1)) - 1) >> (GROUPS - 1); }
+DEVICE int group_of(int expert, int experts) { return 32 - __clz(expert / experts_in_first_group(experts)); }
 
 DEVICE uint32_t* count_of(const Sending& s, int at, int from, int group) {
     return reinterpret_cast<uint32_t*>(s.meeting.at(at, s.counts_at)) + from * GROUPS + group;
@@ -56,10 +58,10 @@ DEVICE void copy_row(const Sending& s, int token, int peer) {
 DEVICE void send_rows(const Sending& s, int experts, int worker, int workers) {
     const Meeting& m = s.meeting;
     const int lane = threadIdx.x % 32, ranks = int(m.ranks), rank = int(m.rank), slots = ranks - 1;
-    const int in_group = experts_in_group(experts), all = load_s32(s.begins + experts * slots);
-    const int end_of_group = load_s32(s.begins + min((lane + 1) * in_group, experts) * slots);  // lane: the group
+    const int in_first = experts_in_first_group(experts), all = load_s32(s.begins + experts * slots);
+    const int end_of_group = load_s32(s.begins + min(in_first << min(lane, GROUPS), experts) * slots);  // lane: the group
     int i = worker, entry = i < all ? load_s32(s.line + i) : 0;
-    for (int group = 0; group * in_group < experts; ++group) {
+    for (int group = 0; group == 0 || in_first << (group - 1) < experts; ++group) {
         const int end = __shfl_sync(~0u, end_of_group, group);
         for (; i < end; i += workers) {
             const int token = entry / slots, peer = (rank + 1 + entry % slots) % ranks;
@@ -104,7 +106,7 @@ DEVICE void wait_for_rows(const Sending& s, int expert, int experts, uint32_t nu
     const bool own = lane == m.rank;
     const uint32_t ctas = own ? gridDim.x - uint32_t(s.senders) : uint32_t(s.senders);
     if (lane < m.ranks)
-        wait_until(count_of(s, int(m.rank), lane, own ? 0 : expert / experts_in_group(experts)),
+        wait_until(count_of(s, int(m.rank), lane, own ? 0 : group_of(expert, experts)),
                    number * ctas * SENDING_WARPS, m.patience_ns);
     __syncwarp();
 }
