@@ -41,18 +41,15 @@ class Exchange(Protocol):
     """The name of the backend whose rows ``add_up`` takes."""
 
     by_products: bool
-    """Whether bf16 products can send rows, as `sending` tells them."""
+    """Whether bf16 products can send rows. Then it has ``sending(t, line, begins, *, awaited)``: of t (T, d) and two lists of
+    `PeersNamed` → what ``send`` gives, and what a product is told that brings it there while it multiplies.  awaited: whether
+    that product gathers the rows; else the next ``add_up`` waits for them."""
 
     def send(self, t: Any, token_ranks: Tensor) -> Any:
         """t (T, d), this rank's own → (places, d), of all ranks' tokens those with an expert here; the other rows are anything.
 
         t: a tensor, or what the backend's ``quantized_tokens`` made. The result is of the same kind.
         token_ranks: (T,) int32: bit r of a token: it has an expert on rank r."""
-
-    def sending(self, t: Tensor, line: Tensor, begins: Tensor, *, awaited: bool) -> tuple[Tensor, Any]:
-        """t (T, d) → what ``send`` gives, and what a product takes to bring it there while it multiplies.
-
-        line, begins: of `PeersNamed`.  awaited: whether the product gathers these rows; else the next ``add_up`` waits."""
 
     def add_up(
         self,

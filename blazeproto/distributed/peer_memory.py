@@ -156,7 +156,9 @@ class PeerMemory:
         row_bytes, places = BF16.bytes * self.layout.d_model, map(self.layout.at, ("rows", "counts"))
         sizes = (num_tokens, row_bytes, self.layout.max_tokens, *places, self.blocks, int(awaited))
         words = (*self.meeting, rows, line, begins, *sizes, self.sending_ctas)
-        return Sending(words, (self.layout.ranks - 1) * num_tokens * row_bytes)
+        others, experts = self.layout.ranks - 1, self.layout.max_pairs / self.layout.max_tokens  # of a token
+        share = 1 - (others / self.layout.ranks) ** experts  # of tokens that go to a rank, if experts are drawn evenly
+        return Sending(words, round(others * share * num_tokens * row_bytes))
 
     def send_back(self, values: int, here: int, *, top_k: int, stream: int) -> tuple[Any, ...]:
         """One number of each pair that arrived and has its expert here."""

@@ -34,6 +34,7 @@ from blazeproto.gemm.rows import (
     rows_plan,
     scales,
     shape_of,
+    that_send,
     that_sends,
     variant_of,
     words,
@@ -259,6 +260,7 @@ DOWN_BACKWARD_ACT = Product(
     kernels=lambda: [
         *(kernel(None, variant) for variant in VARIANTS),
         *map(kernel, CANDIDATES["down_backward_act"]),
+        *(kernel(each, Variant(sends=True)) for each, _ in that_send("down_backward_act")),
         *(kernel(None, variant) for variant in variants(element=[E4M3], rank=(0, 16))),
     ],
     parts=lambda sizes, config, variant, build: [

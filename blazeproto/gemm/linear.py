@@ -41,6 +41,7 @@ from blazeproto.gemm.rows import (
     rows_plan,
     scales,
     shape_of,
+    that_send,
     variant_of,
     words,
 )
@@ -364,6 +365,7 @@ UP_BACKWARD_ACT = Product(
         for call in (
             *every(CANDIDATES["up_backward_act"], variants(gather=BOTH, transposed=[True])),
             (None, Variant(element=E4M3)),
+            *((each, Variant(transposed=True, sends=True)) for each, _ in that_send("up_backward_act")),
         )
     ],
     in_layer=lambda sizes, up, down: [] if up.fused else _in_layer(sizes, of_dx(up)),

@@ -34,6 +34,7 @@ from blazeproto.gemm.rows import (
     rows_plan,
     scales,
     shape_of,
+    that_send,
     that_sends,
     variant_of,
     words,
@@ -222,6 +223,7 @@ UP_FORWARD = Product(
     kernels=lambda: [
         *(kernel(None, variant) for variant in VARIANTS),
         *map(kernel, CANDIDATES["up_forward"]),
+        *(kernel(each, Variant(bias=bias, sends=True)) for each, bias in that_send("up_forward")),
         *(kernel(None, each._replace(floats=floats)) for each in QUANTIZED_VARIANTS for floats in (False, True)),
     ],
     variants=VARIANTS,
