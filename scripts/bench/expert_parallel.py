@@ -10,10 +10,11 @@
 Any number of GPUs: rows of other numbers stay. The file is written after every row.
 
 fwd_tflops, bwd_tflops: 6 T K n d and 12 T K n d operations of a rank's T tokens, over the time from x, ids and scores on each
-rank to O, and from dO to dX, dS and dW; metadata in, router out. "zipf": ids by a law of Zipf, exponent 1. dispatch_gbps: from ids and scores at hand to rows that experts
+rank to O, and from dO to dX, dS and dW; metadata in, router out. dispatch_gbps: from ids and scores at hand to rows that experts
 read, index lists included; combine_gbps: from Y to O complete. The payload of both is rows that leave the GPU, one a (token,
-other rank). Ids are uniform without replacement, new for every replay. CUDA graphs, of the exchange eight in a row, behind a
-barrier of all ranks, the slowest rank's time, medians; a dispatcher that no graph captures is timed as it runs, by events.
+other rank). Ids are without replacement, uniform or, "zipf", by a law of Zipf of exponent 1, new for every replay. CUDA graphs,
+of the exchange eight in a row, behind a barrier of all ranks, the slowest rank's time, medians; a dispatcher that no graph
+captures is timed as it runs, by events.
 peak_MiB: forward and backward over what was there before, weights and gradients and the exchange's memory included; alone_MiB:
 one GPU's with all experts. "vdev_2d" is torch's own exchange alone (`scripts.bench.torch_exchange`), or "absent": why not.
 --parts fp8: a layer with `Symmetric` in bf16 and in fp8, replayed in turn. bf16_apart, fp8_apart: the norm of the difference from
@@ -317,7 +318,7 @@ def measure_fp8(case: Spread, machine: Machine) -> Row:
 
 def apart(layer: MoE, given: Inputs, shape: Sizes, machine: Machine) -> dict[str, float]:
     """The distance of a layer's results from one GPU's, over their norm, on the rank where it is largest."""
-    whole = Inputs(*map(of_all_ranks, given[:4]))
+    whole = Inputs._make(map(of_all_ranks, given[:4]))
     alone = layer_of(shape, whole, None, {"precision": layer.precision})
     with torch.no_grad():
         for to, weight in zip(alone.parameters(), layer.parameters(), strict=True):
