@@ -269,17 +269,17 @@ CEILINGS = {
     "blazeproto/runtime/**/*.py": 1068,
     "blazeproto/dispatch/**/*.py": 735,
     "blazeproto/router/**/*.py": 2341,
-    "blazeproto/gemm/**/*.py": 2319,
+    "blazeproto/gemm/**/*.py": 2344,
     "blazeproto/stored/**/*.py": 306,
-    "blazeproto/autograd/**/*.py": 2101,
+    "blazeproto/autograd/**/*.py": 2126,
     "blazeproto/blocksparse/**/*.py": 588,
-    "blazeproto/distributed/**/*.py": 477,
+    "blazeproto/distributed/**/*.py": 501,
     "blazeproto/integrations/**/*.py": 378,
     "blazeproto/lab/**/*.py": 2937,
     "ptxsim/*.py": 2947,
-    "scripts/**/*.py": 9070,
-    "tests/**/*.py ptxsim/tests/**/*.py": 24441,
-    "blazeproto/**/*.cu blazeproto/**/*.cuh": 6789,
+    "scripts/**/*.py": 9072,
+    "tests/**/*.py ptxsim/tests/**/*.py": 24617,
+    "blazeproto/**/*.cu blazeproto/**/*.cuh": 6958,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in
 docs/decisions.md that says what was bought."""

@@ -54,6 +54,8 @@ class Beside(NamedTuple):
     up_kept: Maybe = None  # of `QuantizedWeights`
     down_kept: Maybe = None
     token_ranks: Maybe = None  # of an exchange
+    line: Maybe = None
+    begins: Maybe = None
     up_scales: Maybe = None  # of stored weights
     up_zeros: Maybe = None
     down_scales: Maybe = None
@@ -140,6 +142,9 @@ class BackendStep(NamedTuple):
     """The sum of a token's rows, where its experts are on several ranks."""
 
     recipe: Recipe = FP8
+
+    sending: Any = None
+    """What an exchange tells a product that sends rows."""
 
 
 class OuterSum(NamedTuple):

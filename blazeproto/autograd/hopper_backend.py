@@ -76,7 +76,8 @@ def up_forward(step: BackendStep, x: Tensor | Quantized, h: Tensor | None, act: 
     options: dict[str, Any] = {"bias": bias, "low": _low_rank(step.low, turned=transposed)}
     places = {"h": _rows(h), "act": _rows(act)}
     rows = _readers(up_proj, step.rows)
-    up.launch(x, _anew(up_proj), rows, activation=activation, transposed=transposed, **options, **places)
+    options |= {"activation": activation, "transposed": transposed, "sending": step.sending}
+    up.launch(x, _anew(up_proj), rows, **options, **places)
     return h, act
 
 
@@ -137,6 +138,7 @@ def down_backward_act(
         a_scaled=_rows(a_scaled),
         d_scores=d_scores,
         workspace=scores.new_empty(down_act.score_partials(d_expert), num_rows),
+        sending=step.sending,
     )
     if step.bias is not None:
         bias = ready(step.bias)  # named, so that a copy lives until the launch is in the stream
@@ -157,9 +159,11 @@ def up_backward_act(step: BackendStep, dh: Tensor, dx: Tensor) -> None:
     options: dict[str, Any] = {"low": added, "transposed": not transposed}
     if isinstance(lying, Quantized):  # the transpose
         options = {"low": added, "name": "up_backward_act"}
+    sending = step.sending
     for columns in column_slices(rows.num_rows, dx.shape[1], dx.element_size() * prod(shape_of(step.weight))):
         dx_rows = dx.new_empty(rows.num_rows, len(columns))
-        linear.launch(of_dh, _anew(lying), rows, columns=columns, out=dx_rows, **options)
+        linear.launch(of_dh, _anew(lying), rows, columns=columns, out=dx_rows, sending=sending, **options)
+        sending = None
         (step.add_up or launch_combine)(dx_rows, rows, columns=columns, out=dx)
         del dx_rows  # before the next one, or the weight gradient, is allocated
 

@@ -51,7 +51,7 @@ def forward(ctx: Any, *packed: Any) -> tuple[Tensor | None, ...]:
     call = unpack(packed)  # 2: X, W_1, W_2, W_3
     saved, out = places(call), None  # 11: A, B, Y_swi
     for steps in steps_of(call):
-        x = steps.load(call.p.x, call.recipe.x)  # 4: Load X
+        x = steps.load(call.p.x, call.recipe.x, sends=True)  # 4: Load X
         h, act, xa = steps.up(x, saved)  # 5-9: A and B, Y_swi
         del x, h, xa
         out = steps.down(act, out, saved)  # 10: Y_out

@@ -40,6 +40,11 @@ class Exchange(Protocol):
     backend: str
     """The name of the backend whose rows ``add_up`` takes."""
 
+    by_products: bool
+    """Whether bf16 products can send rows. Then it has ``sending(t, line, begins, *, awaited)``: of t (T, d) and two lists of
+    `PeersNamed` → what ``send`` gives, and what a product is told that brings it there while it multiplies.  awaited: whether
+    that product gathers the rows; else the next ``add_up`` waits for them."""
+
     def send(self, t: Any, token_ranks: Tensor) -> Any:
         """t (T, d), this rank's own → (places, d), of all ranks' tokens those with an expert here; the other rows are anything.
 
@@ -71,6 +76,10 @@ class PeersNamed(NamedTuple):
 
     token_ranks: Tensor | None  # (T,) int32, as `Exchange.send` takes it
     exchange: str
+    line: Tensor | None = (
+        None  # (T (P - 1),) and (E - E / P + 1,) int32: the order in which products send rows (gemm/cuda/sending.cuh)
+    )
+    begins: Tensor | None = None
 
     @property
     def places(self) -> int | None:

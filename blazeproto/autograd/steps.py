@@ -16,7 +16,7 @@ from blazeproto.autograd.backends import backend_on
 from blazeproto.autograd.call import FIELDS, Backend, BackendStep, ExpertsCall, OuterSum, Parameters, first
 from blazeproto.autograd.chunks import WHOLE, Chunk, chunks_of, take
 from blazeproto.autograd.kept import check_unchanged
-from blazeproto.autograd.operators import cast
+from blazeproto.autograd.operators import cast, ready
 from blazeproto.autograd.policy import Saved, SavePolicy
 from blazeproto.autograd.ranks import EXCHANGES
 from blazeproto.autograd.records import quantized_weight
@@ -112,24 +112,44 @@ class Steps:
         whole = call.quantized and call.recipe.x.scale == "token"  # an exchange has room for one scale a token
         self.sends_quantized = self.exchange and whole and all(t is None for t in in_bf16)
         self.loaded: tuple[Any, Any] = None, None
+        self.sending: Any = None
+        self.sent: Any = None
+        others = (call.p.up_a, call.p.down_a)  # factors meet the rows before a product does
+        plain = not any(isinstance(weight, StoredWeight) for weight in (call.p.up_proj, call.p.down_proj))
+        self.by_products = (
+            self.exchange
+            and self.exchange.by_products
+            and plain
+            and not call.quantized
+            and all(t is None for t in others)
+        )
         self.held: list[Saved] = []
         self.scores = take(call.p.scores, chunk.tokens)
         add_up = self.exchange and partial(self.exchange.add_up, call.beside.token_ranks)
         self.combined: Any = {"combine": call.how.options.combine, "add_up": add_up}
 
-    def load(self, t: Any, operand: Operand, *, plain: bool = False) -> Any:
+    def load(self, t: Any, operand: Operand, *, plain: bool = False, sends: bool = False) -> Any:
         """The tokens (T, d) whose rows are here, as products take them: a chunk's, or what an exchange brings, until it brings
         another. In fp8 they are quantized before an exchange sends them, else in each call; then ``loaded[1]`` is as they came,
-        for biases and low-rank factors.  operand: what they are, quantized.  plain: not quantized."""
+        for biases and low-rank factors.  operand: what they are, quantized.  plain: not quantized.
+        sends: whether the product that takes them can send them, as ``sending`` says."""
         if self.loaded[0] is not t:
             here = take(t, self.chunk.tokens).contiguous()  # out.sum() delivers a gradient of stride 0
-            if self.exchange:
+            if self.by_products and sends:
+                here = self._sending(here, awaited=True)
+            elif self.exchange:
                 here = self.backend.quantized_tokens(here, self.rows, operand) if self.sends_quantized else here
                 here = self.exchange.send(here, self.call.beside.token_ranks)
             self.loaded = t, here
         if plain or not self.quantized or self.sends_quantized:
             return self.loaded[1]
         return self.backend.quantized_tokens(self.loaded[1], self.rows, operand)
+
+    def _sending(self, t: Tensor, *, awaited: bool) -> Tensor:
+        """t (T, d) -> the places where its rows come, by the next product. A copy of what is not aligned lives on."""
+        beside, self.sent = self.call.beside, ready(t)
+        rows, self.sending = self.exchange.sending(self.sent, beside.line, beside.begins, awaited=awaited)
+        return rows
 
     # ---- forward -------------------------------------------------------------------------------------------------
 
@@ -139,6 +159,7 @@ class Steps:
         weight = self.prepare(p.up_proj, self.dtype, self.rows, self.call.beside.up_kept, saved.up_t)
         low = self._low(self.loaded[1], p.up_a, p.up_b, gather=True, out=take(saved.xa, rows))
         options: dict[str, Any] = {"activation": self.call.how.options.activation, "recipe": self.call.recipe}
+        options["sending"], self.sending = self.sending, None
         step = BackendStep(self.rows, weight, cast(p.up_bias, self.dtype), low=low, **options)
         return *self.backend.up_forward(step, x, take(saved.h, rows), take(saved.act, rows)), low and low[0]
 
@@ -165,16 +186,17 @@ class Steps:
         if not any((*wants, needs.down_b)):
             return (None,) * len(MAKES["down_backward"])
         if again := h is None:
-            h, act, xa = self.up(self.load(p.x, self.call.recipe.x), Saved())
+            h, act, xa = self.up(self.load(p.x, self.call.recipe.x, sends=True), Saved())
             act_a = self._low(act, p.down_a, p.down_b, gather=False)[0] if needs.down_b else None
             act = act if self.backend.READS_ACT and not self.quantized else None
         if any(wants):
-            d_out = self.load(d_out, self.call.recipe.d_out)
+            d_out = self.load(d_out, self.call.recipe.d_out, sends=True)
             low = self._low(self.loaded[1], p.down_b, p.down_a, gather=True, transposed=True)
             kept = self.call.beside.down_kept if saved.down_t is None else saved.down_t
             weight = self.prepare(p.down_proj, self.dtype, self.rows, kept, transposed=True)
             bias, activation = cast(p.down_bias, self.dtype) if needs.scores else None, self.call.how.options.activation
-            step = BackendStep(self.rows, weight, bias, self.loaded[1], low, self.scores, activation)
+            how = {"low": low, "scores": self.scores, "activation": activation, "sending": self.sending}
+            step, self.sending = BackendStep(self.rows, weight, bias, self.loaded[1], **how), None
             over = self.overwrite_h or again
             dh, d_scores, a_scaled = self.backend.down_backward_act(step, wants, d_out, h, act, overwrite_h=over)
         if needs.scores and self.sums:
@@ -209,7 +231,10 @@ class Steps:
             kept = self.call.beside.up_kept if up_t is None else up_t
             weight = self.prepare(p.up_proj, self.dtype, self.rows, kept, transposed=True)
             dx = torch.empty_like(p.x) if self.sums is None else take(self.sums.x, self.chunk.tokens)
-            self.backend.up_backward_act(BackendStep(self.rows, weight, low=low, **self.combined), dh, dx)
+            if self.by_products and needs.up_proj:
+                self.loaded = p.x, self._sending(p.x, awaited=False)
+            step, self.sending = BackendStep(self.rows, weight, low=low, sending=self.sending, **self.combined), None
+            self.backend.up_backward_act(step, dh, dx)
         return dx, low and low[0]
 
     def up_gradients(self, dh: Any, dh_b: Any, xa: Any) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from blazeproto.autograd.chunks import WHOLE, dispatch
 from blazeproto.autograd.operators import narrow_ids, ready
 from blazeproto.autograd.records import quantized_in
 from blazeproto.autograd.torch_formulas import outputs
@@ -19,6 +20,7 @@ from blazeproto.distributed.peer_memory import BLOCKS, PROGRESS_BYTES, MemoryLay
 from blazeproto.gemm.combine import SPEC as COMBINE
 from blazeproto.gemm.e4m3 import Quantized
 from blazeproto.gemm.recipe import FP8
+from blazeproto.gemm.rows import Sending
 from blazeproto.runtime import driver
 from blazeproto.runtime.arrays import current_stream
 
@@ -33,6 +35,8 @@ class SharedChoice(NamedTuple):
     pair_tokens: Tensor | None  # (P max_pairs,) int32
     token_offsets: Tensor | None  # (P T + 1,) int32
     token_ranks: Tensor  # (T of this rank,) int32, new
+    line: Tensor | None = None  # of `PeersNamed`, new
+    begins: Tensor | None = None
 
 
 class PeerExchange:
@@ -47,6 +51,7 @@ class PeerExchange:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         self.layout, self.places, self.device = layout, layout.ranks * layout.max_tokens, device
+        self.by_products = layout.ranks > 1
         self.memory = symmetric_memory.empty(layout.size, dtype=torch.uint8, device=device)
         self._handle = symmetric_memory.rendezvous(self.memory, group)
         offset = self.memory.data_ptr() - self._handle.buffer_ptrs[group.rank()]
@@ -75,17 +80,27 @@ class PeerExchange:
         experts_here: int,
     ) -> SharedChoice:
         experts, scores, top_k = narrow_ids(experts).contiguous(), scores.contiguous(), _top_k(experts)
-        token_ranks = experts.new_empty(num_tokens)
+        others, token_ranks = self.layout.ranks - 1, experts.new_empty(num_tokens)
+        first_needed = experts.new_empty(num_tokens, others) if others else None
         given = [t if t is None else t.contiguous() for t in (pair_tokens, token_offsets)]
-        addresses = [0 if t is None else t.data_ptr() for t in (experts, scores, *given, token_ranks)]
+        addresses = [0 if t is None else t.data_ptr() for t in (experts, scores, *given, token_ranks, first_needed)]
         sizes = {"num_tokens": num_tokens, "num_pairs": experts.numel(), "top_k": top_k, "experts_here": experts_here}
         driver.launch(*self.end.share(*addresses, **sizes, stream=current_stream(scores)))
+        line = begins = None
+        if first_needed is not None:
+            line, begins, _ = dispatch.kernel(first_needed, experts_here * others, WHOLE, self.backend)
         pairs = self.layout.ranks * self.end.pairs_of_rank(top_k)
         ids, weights = self._section("experts", torch.int32)[:pairs], self._section("scores", torch.float32)[:pairs]
         if top_k:
-            return SharedChoice(ids.view(-1, top_k), weights.view(-1, top_k), None, None, token_ranks)
+            return SharedChoice(ids.view(-1, top_k), weights.view(-1, top_k), None, None, token_ranks, line, begins)
         tokens, offsets = (self._section(name, torch.int32) for name in ("pair_tokens", "token_offsets"))
-        return SharedChoice(ids, weights, tokens, offsets, token_ranks)
+        return SharedChoice(ids, weights, tokens, offsets, token_ranks, line, begins)
+
+    def sending(self, t: Tensor, line: Tensor, begins: Tensor, *, awaited: bool) -> tuple[Tensor, Sending]:
+        """t: bf16. The launch follows before t is freed."""
+        rows = self._section("rows", torch.bfloat16).view(self.places, self.layout.d_model)
+        addresses = (t.data_ptr(), line.data_ptr(), begins.data_ptr())
+        return rows, self.end.sending(*addresses, num_tokens=len(t), awaited=awaited)
 
     def send(self, t: Tensor | Quantized, token_ranks: Tensor) -> Tensor | Quantized:
         """t: bf16, or quantized by token."""
@@ -137,7 +152,7 @@ class GatheredExchange:
     is sent the torch backend's quantized tokens: e4m3 values times their scales, in x's dtype.
     """
 
-    backend = "torch"
+    backend, by_products = "torch", False
 
     def __init__(self, group: dist.ProcessGroup, layout: MemoryLayout) -> None:
         self.group, self.rank, self.layout = group, group.rank(), layout

@@ -16,6 +16,7 @@ from itertools import accumulate
 from typing import Any
 
 from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.rows import Sending
 from blazeproto.gemm.tiles import BF16, CHUNK, E4M3
 
 SOURCES = "../../distributed/cuda"  # seen from gemm/cuda, whose headers these kernels include
@@ -27,7 +28,9 @@ PART = 4  # tokens between two flags of add_up
 SENDERS = 2  # of this many blocks of add_up, one sends partial sums
 SECTION = 256  # bytes that a section of the memory begins at a multiple of
 FLAGS = 2 * MAX_RANKS * 4
-PROGRESS_BYTES = 16  # meeting.cuh: Progress
+PROGRESS_BYTES = 32  # meeting.cuh: Progress
+SENDING_CTAS = 16  # of a product, which send rows before they multiply
+GROUPS = 6  # of a rank's experts (sending.cuh)
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class MemoryLayout:
         sizes = {
             "flags": FLAGS,
             "part_flags": 4 * self.ranks * -(-self.max_tokens // PART),
+            "counts": 4 * self.ranks * GROUPS,
             "experts": pairs,
             "scores": pairs,
             "pair_tokens": pairs,
@@ -98,6 +102,7 @@ class PeerMemory:
     layout: of all ranks' memory.  rank: this one.  bases: address of int64 (P,), on the device: where each rank's memory begins.
     progress: address of `PROGRESS_BYTES` zeros that outlive all launches.  device: a CUDA ordinal, or a target's.
     blocks: of a grid; the same on all ranks.  patience: seconds that a kernel waits for another rank before it ends the program.
+    sending_ctas: CTAs of a product that send; the same on all ranks.
     """
 
     layout: MemoryLayout
@@ -107,6 +112,7 @@ class PeerMemory:
     device: int
     blocks: int
     patience: float
+    sending_ctas: int = SENDING_CTAS
 
     @property
     def meeting(self) -> tuple[int, ...]:
@@ -123,6 +129,7 @@ class PeerMemory:
         pair_tokens: int,
         token_offsets: int,
         token_ranks: int,
+        first_needed: int = 0,
         *,
         num_tokens: int,
         num_pairs: int,
@@ -131,7 +138,7 @@ class PeerMemory:
         stream: int,
     ) -> tuple[Any, ...]:
         """Ids and scores to all ranks, and the ranks that each token goes to. If top_k is 0, the lists of tokens too."""
-        arrays = (experts, scores, pair_tokens, token_offsets, token_ranks)
+        arrays = (experts, scores, pair_tokens, token_offsets, token_ranks, first_needed)
         sizes = (num_tokens, num_pairs, self.layout.max_tokens, self.pairs_of_rank(top_k), top_k, experts_here)
         places = map(self.layout.at, ("experts", "scores", "pair_tokens", "token_offsets"))
         return self.launch(kernel("share"), stream, (*arrays, *sizes, *places))
@@ -141,6 +148,17 @@ class PeerMemory:
         row_bytes = (E4M3 if scales else BF16).bits * self.layout.d_model // 8
         words = (rows, scales, token_ranks, num_tokens, self.layout.max_tokens, row_bytes, self.layout.at("rows"))
         return self.launch(kernel("send"), stream, words)
+
+    def sending(self, rows: int, line: int, begins: int, *, num_tokens: int, awaited: bool) -> Sending:
+        """Rows of d, bf16, that a product sends while it multiplies (gemm/cuda/sending.cuh).
+
+        line, begins: of the dispatch of `share`'s first_needed.  awaited: whether the product gathers what comes."""
+        row_bytes, places = BF16.bytes * self.layout.d_model, map(self.layout.at, ("rows", "counts"))
+        sizes = (num_tokens, row_bytes, self.layout.max_tokens, *places, self.blocks, int(awaited))
+        words = (*self.meeting, rows, line, begins, *sizes, self.sending_ctas)
+        others, experts = self.layout.ranks - 1, self.layout.max_pairs / self.layout.max_tokens  # of a token
+        share = 1 - (others / self.layout.ranks) ** experts  # of tokens that go to a rank, if experts are drawn evenly
+        return Sending(words, round(others * share * num_tokens * row_bytes))
 
     def send_back(self, values: int, here: int, *, top_k: int, stream: int) -> tuple[Any, ...]:
         """One number of each pair that arrived and has its expert here."""

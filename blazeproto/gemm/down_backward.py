@@ -26,6 +26,7 @@ from blazeproto.gemm.product import (
     variants,
 )
 from blazeproto.gemm.rows import (
+    Sending,
     address,
     element_of,
     h_box,
@@ -33,12 +34,24 @@ from blazeproto.gemm.rows import (
     rows_plan,
     scales,
     shape_of,
+    that_send,
+    that_sends,
     variant_of,
     words,
 )
 from blazeproto.gemm.specification import Specification, by_tile, low_rank
 from blazeproto.gemm.stored import alone
-from blazeproto.gemm.tiles import BM, CANDIDATES, E4M3, SLAB, TILES, TileConfig, chosen, chosen_for_any, table_of
+from blazeproto.gemm.tiles import (
+    BM,
+    CANDIDATES,
+    E4M3,
+    SLAB,
+    TILES,
+    TileConfig,
+    chosen,
+    chosen_for_any,
+    table_of,
+)
 from blazeproto.runtime import checks, driver
 
 
@@ -204,14 +217,17 @@ def launch(
     d_scores: Any,
     workspace: Any,
     config: TileConfig | None = None,
+    sending: Sending | None = None,
 ) -> None:
     """`down_backward_act` of arrays that have been checked; the partial dS of the column tiles are summed behind it.
-    low: added to dA'.  A quantized down_proj is the transpose."""
+    low: added to dA'.  A quantized down_proj is the transpose.  sending: `PeerMemory.sending` of the rows of d_out."""
     if at.num_rows:
         element, widths = element_of(d_out), (shape_of(d_out)[1], shape_of(a_scaled)[1])
         config = config or chosen("down_backward_act", at.num_rows, at.num_experts, *widths, element, at.arch)
         lies = transposed or element is E4M3
-        variant = variant_of(d_out, down_proj, low, at, gather=True, transposed=lies, activation=activation)
+        options = {"transposed": lies, "activation": activation, "sends": sending is not None}
+        variant = variant_of(d_out, down_proj, low, at, gather=True, **options)
+        config = that_sends(config) if sending else config
         plan = _plan(
             at.where, shape_of(down_proj), variant, alone(config, variant.stored), build_of("down_backward_act")
         )
@@ -226,6 +242,7 @@ def launch(
             sums=workspace.data_ptr(),
         )
         maps = (address(down_proj), address(h), dh_at, a_at, *last_maps(low, down_proj))
+        addresses += sending.beside(config, widths[0]) if sending else ()
         driver.launch(*plan.fill(maps, addresses + scales(d_out, down_proj, h, dh, a_scaled)), at.stream)
     reduce.launch_reduce_scores_grad(workspace, d_scores, at)
 
@@ -243,6 +260,7 @@ DOWN_BACKWARD_ACT = Product(
     kernels=lambda: [
         *(kernel(None, variant) for variant in VARIANTS),
         *map(kernel, CANDIDATES["down_backward_act"]),
+        *(kernel(each, Variant(sends=True)) for each, _ in that_send("down_backward_act")),
         *(kernel(None, variant) for variant in variants(element=[E4M3], rank=(0, 16))),
     ],
     parts=lambda sizes, config, variant, build: [

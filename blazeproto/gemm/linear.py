@@ -32,7 +32,19 @@ from blazeproto.gemm.product import (
     tiled_kernel,
     variants,
 )
-from blazeproto.gemm.rows import address, element_of, last_maps, rank_of, rows_plan, scales, shape_of, variant_of, words
+from blazeproto.gemm.rows import (
+    Sending,
+    address,
+    element_of,
+    last_maps,
+    rank_of,
+    rows_plan,
+    scales,
+    shape_of,
+    that_send,
+    variant_of,
+    words,
+)
 from blazeproto.gemm.specification import Specification, by_tile, low_rank
 from blazeproto.gemm.stored import Storage, alone
 from blazeproto.gemm.tiles import (
@@ -287,16 +299,19 @@ def launch(
     out: Any,
     config: TileConfig | None = None,
     name: str = "",
+    sending: Sending | None = None,
 ) -> None:
     """`grouped_mm` of arrays that have been checked, or of quantized ones. columns: of the output, default all.
-    low: added to them.  name: of the product, where its weights do not say which it is."""
+    low: added to them.  name: of the product, where its weights do not say which it is.  sending: `PeerMemory.sending` of rows
+    that a later product gathers."""
     if not at.num_rows:
         return
     _, outer, inner = shape = shape_of(weights)
     first, count = (0, inner if transposed else outer) if columns is None else (columns.start, len(columns))
     element = element_of(a)
     config = tiles(config, transposed, count, element, at.arch)
-    variant = variant_of(a, weights, low, at, gather=gather, transposed=transposed, bias=bias is not None)
+    options = {"transposed": transposed, "bias": bias is not None, "sends": sending is not None}
+    variant = variant_of(a, weights, low, at, gather=gather, **options)
     config = alone(config, variant.stored)
     made = plan(at.where, shape, count, variant, config, build_of(name or name_of(transposed)))
     a_at, out_at = address(a), out.data_ptr()
@@ -307,6 +322,7 @@ def launch(
     maps += last_maps(low, weights, first * (1 if transposed else rank_of(low)))
     addresses = words(at, config=config, source=a_at if gather else 0, out0=out_at, bias=bias, first_column=first)
     addresses += scales(a, weights, None, None, None, first=first if variant.stored else first // BLOCK * blocks(inner))
+    addresses += sending.beside(config, outer if transposed else inner) if sending else ()
     driver.launch(*made.fill(maps, addresses), at.stream)
 
 
@@ -349,6 +365,7 @@ UP_BACKWARD_ACT = Product(
         for call in (
             *every(CANDIDATES["up_backward_act"], variants(gather=BOTH, transposed=[True])),
             (None, Variant(element=E4M3)),
+            *((each, Variant(transposed=True, sends=True)) for each, _ in that_send("up_backward_act")),
         )
     ],
     in_layer=lambda sizes, up, down: [] if up.fused else _in_layer(sizes, of_dx(up)),

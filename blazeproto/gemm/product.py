@@ -61,7 +61,7 @@ class Variant(NamedTuple):
     fused: a token's experts are summed in the product.  f32: into fp32.  scores: rows are weighed.
     dense_transposed, out_transposed: how a block-sparse product's dense operand and its output lie.
     element: the type of the operands that may be quantized.  floats: forward's scales are float32.
-    arch: the architecture.  stored: of weights that the kernel decodes.
+    arch: the architecture.  stored: of weights that the kernel decodes.  sends: rows to other ranks (cuda/sending.cuh).
     """
 
     gather: bool = False
@@ -78,11 +78,12 @@ class Variant(NamedTuple):
     floats: bool = False
     arch: Arch = HOPPER
     stored: Storage | None = None
+    sends: bool = False
 
     @property
     def decoding(self) -> dict[str, int | str]:
-        """The macros of a kernel that decodes its weights."""
-        return self.stored.macros if self.stored else {}
+        """The macros of a kernel that decodes its weights, or sends rows."""
+        return (self.stored.macros if self.stored else {}) | ({"SENDS": 1} if self.sends else {})
 
     @property
     def low_rank(self) -> int:

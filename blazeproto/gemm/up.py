@@ -26,6 +26,7 @@ from blazeproto.gemm.product import (
     variants,
 )
 from blazeproto.gemm.rows import (
+    Sending,
     address,
     element_of,
     h_box,
@@ -33,12 +34,23 @@ from blazeproto.gemm.rows import (
     rows_plan,
     scales,
     shape_of,
+    that_send,
+    that_sends,
     variant_of,
     words,
 )
 from blazeproto.gemm.specification import Specification, low_rank
 from blazeproto.gemm.stored import alone
-from blazeproto.gemm.tiles import BM, CANDIDATES, E4M3, SLAB, TileConfig, chosen, chosen_for_any, table_of
+from blazeproto.gemm.tiles import (
+    BM,
+    CANDIDATES,
+    E4M3,
+    SLAB,
+    TileConfig,
+    chosen,
+    chosen_for_any,
+    table_of,
+)
 from blazeproto.runtime import driver
 
 
@@ -119,8 +131,13 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
         tails=True,
         cluster_widths=(128, 256),
         epilogue_warpgroups=1,
-        # Making act is quicker with 56, but consumers that add biases to 256 columns need what 40 leave them.
-        epilogue_registers=40 if variant.bias and config.tile_n == 256 else 56,
+        # Making act is quicker with 56, but consumers that add biases to 256 columns need what 40 leave them, and producers that
+        # share weights and wait for rows take 8 more.
+        epilogue_registers=40
+        if variant.bias and config.tile_n == 256
+        else 48
+        if variant.sends and config.cluster > 1
+        else 56,
         GATHER=1,
         B_MN=variant.transposed,
         HAS_BIAS=variant.bias,
@@ -165,9 +182,10 @@ def launch(
     h: Any,
     act: Any,
     config: TileConfig | None = None,
+    sending: Sending | None = None,
 ) -> None:
     """`up_forward` of arrays that have been checked (torch tensors or DeviceArrays, or `Quantized` ones).  low: added to h before
-    bias and activation."""
+    bias and activation.  sending: `PeerMemory.sending` of the rows of x."""
     if not at.num_rows:
         return
     element = element_of(x)
@@ -179,13 +197,15 @@ def launch(
         "activation": activation,
         "floats": isinstance(x, Quantized) and len(x.scales.shape) == 2,
     }
-    variant = variant_of(x, up_proj, low, at, gather=True, **options)
+    variant = variant_of(x, up_proj, low, at, gather=True, sends=sending is not None, **options)
+    config = that_sends(config, bias is not None) if sending else config
     plan = _plan(at.where, shape_of(up_proj), variant, alone(config, variant.stored), build_of("up_forward"))
     h_at, act_at = address(h), address(act)
     filled = plan.fill(
         (address(up_proj), h_at, act_at, *last_maps(low, up_proj)),
         words(at, config=config, source=address(x), out0=h_at, out1=act_at, bias=bias)
-        + scales(x, up_proj, None, h, act),
+        + scales(x, up_proj, None, h, act)
+        + (sending.beside(config, shape_of(x)[1]) if sending else ()),
     )
     driver.launch(*filled, at.stream)
 
@@ -203,6 +223,7 @@ UP_FORWARD = Product(
     kernels=lambda: [
         *(kernel(None, variant) for variant in VARIANTS),
         *map(kernel, CANDIDATES["up_forward"]),
+        *(kernel(each, Variant(bias=bias, sends=True)) for each, bias in that_send("up_forward")),
         *(kernel(None, each._replace(floats=floats)) for each in QUANTIZED_VARIANTS for floats in (False, True)),
     ],
     variants=VARIANTS,

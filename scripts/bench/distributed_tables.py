@@ -9,6 +9,7 @@ from scripts.bench.markdown import NOT_MEASURED, Record, number, plain_shape
 DISPATCHERS = {
     "symmetric": "`Symmetric`",
     "capacity": "`Symmetric`, 1.25 times the mean rows",
+    "zipf": "`Symmetric`, experts by a law of Zipf, exponent 1",
     "all_to_all": "`AllToAll`",
     "vdev_2d": "torch's `all_to_all_vdev_2d`, the exchange alone",
 }
@@ -37,4 +38,4 @@ def exchange_share(record: Record) -> str:
         for row in rows
     ]
     gpus = {f"{row['gpus']} {row['of']['gpu'].split(',')[0]}" for row in rows}
-    return f"With `Symmetric`, out and back are {', '.join(shares)}, on {', '.join(sorted(gpus))}."
+    return f"With `Symmetric`, out and back take by themselves {', '.join(shares)}, on {', '.join(sorted(gpus))}."

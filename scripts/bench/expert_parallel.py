@@ -12,8 +12,9 @@ Any number of GPUs: rows of other numbers stay. The file is written after every 
 fwd_tflops, bwd_tflops: 6 T K n d and 12 T K n d operations of a rank's T tokens, over the time from x, ids and scores on each
 rank to O, and from dO to dX, dS and dW; metadata in, router out. dispatch_gbps: from ids and scores at hand to rows that experts
 read, index lists included; combine_gbps: from Y to O complete. The payload of both is rows that leave the GPU, one a (token,
-other rank). Ids are uniform without replacement, new for every replay. CUDA graphs, of the exchange eight in a row, behind a
-barrier of all ranks, the slowest rank's time, medians; a dispatcher that no graph captures is timed as it runs, by events.
+other rank). Ids are without replacement, uniform or, "zipf", by a law of Zipf of exponent 1, new for every replay. CUDA graphs,
+of the exchange eight in a row, behind a barrier of all ranks, the slowest rank's time, medians; a dispatcher that no graph
+captures is timed as it runs, by events.
 peak_MiB: forward and backward over what was there before, weights and gradients and the exchange's memory included; alone_MiB:
 one GPU's with all experts. "vdev_2d" is torch's own exchange alone (`scripts.bench.torch_exchange`), or "absent": why not.
 --parts fp8: a layer with `Symmetric` in bf16 and in fp8, replayed in turn. bf16_apart, fp8_apart: the norm of the difference from
@@ -94,21 +95,25 @@ class Inputs(NamedTuple):
     scores: Tensor
     ids: Tensor
     d_out: Tensor
+    exponent: float = 0.0
 
 
-def inputs_of(shape: Sizes, ranks: Ranks) -> Inputs:
+def inputs_of(shape: Sizes, ranks: Ranks, exponent: float = 0.0) -> Inputs:
+    """exponent: of a law of Zipf that ids follow, 0 for a uniform one."""
     torch.manual_seed(100 + ranks.rank)
     dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
     x, d_out = (torch.randn(shape.T, shape.d, device=ranks.device).to(dtype) for _ in range(2))
     scores = torch.rand(shape.T, shape.K, device=ranks.device)
     ids = torch.empty(shape.T, shape.K, dtype=torch.int32, device=ranks.device)
-    draw_ids(ids, shape.E)
-    return Inputs(x.requires_grad_(), scores.requires_grad_(), ids, d_out)
+    draw_ids(ids, shape.E, exponent)
+    return Inputs(x.requires_grad_(), scores.requires_grad_(), ids, d_out, exponent)
 
 
-def draw_ids(ids: Tensor, num_experts: int) -> None:
-    """Uniform without replacement, in place."""
-    ids.copy_(torch.rand(len(ids), num_experts, device=ids.device).topk(ids.shape[1], sorted=False).indices)
+def draw_ids(ids: Tensor, num_experts: int, exponent: float = 0.0) -> None:
+    """Without replacement, in place: expert e with a weight of 1 / (1 + e)^exponent."""
+    weights = torch.arange(1, num_experts + 1, device=ids.device) ** -exponent
+    waits = torch.empty(len(ids), num_experts, device=ids.device).exponential_() / weights
+    ids.copy_(waits.topk(ids.shape[1], largest=False, sorted=False).indices)
 
 
 def layer_of(shape: Sizes, given: Inputs, dispatcher: Any, options: dict[str, Any]) -> MoE:
@@ -182,7 +187,7 @@ def layer_times(given: Inputs, shape: Sizes, machine: Machine, *layers: MoE, cap
         kept[1:] = [gradients(layer, kept[0], given)]
 
     calls: list[Call] = [partial(step, layer) for layer in layers for step in (forward, backward)]
-    return timed(calls, kept, machine, before=lambda: draw_ids(given.ids, shape.E), captured=captured)
+    return timed(calls, kept, machine, before=lambda: draw_ids(given.ids, shape.E, given.exponent), captured=captured)
 
 
 def gradients(layer: MoE, out: Tensor, given: Inputs) -> tuple[Tensor, ...]:
@@ -274,7 +279,7 @@ def dispatcher_of(case: Spread, ranks: Ranks) -> Any:
 def measure(case: Spread, machine: Machine) -> Row:
     _, shape, name = case
     ranks = machine.ranks
-    given = inputs_of(shape, ranks)
+    given = inputs_of(shape, ranks, exponent=float(name == "zipf"))
     dispatcher = dispatcher_of(case, ranks)
     options = {"row_capacity": int(CAPACITY * shape.rows)} if name == "capacity" else {}
     layer = layer_of(shape, given, dispatcher, options)
@@ -313,7 +318,7 @@ def measure_fp8(case: Spread, machine: Machine) -> Row:
 
 def apart(layer: MoE, given: Inputs, shape: Sizes, machine: Machine) -> dict[str, float]:
     """The distance of a layer's results from one GPU's, over their norm, on the rank where it is largest."""
-    whole = Inputs(*map(of_all_ranks, given))
+    whole = Inputs._make(map(of_all_ranks, given[:4]))
     alone = layer_of(shape, whole, None, {"precision": layer.precision})
     with torch.no_grad():
         for to, weight in zip(alone.parameters(), layer.parameters(), strict=True):
@@ -396,7 +401,7 @@ BENCH = Bench(
     "expert_parallel",
     __doc__,
     {
-        "layers": spread(("symmetric", "all_to_all", "capacity"), measure),
+        "layers": spread(("symmetric", "all_to_all", "capacity", "zipf"), measure),
         "torch": spread(("vdev_2d",), measure_torchs),
         "fp8": Item(measure_fp8, [Spread("", IN_FP8, "symmetric")], SHORT, SHORT, of_case, file="fp8_ranks", rounds=30),
     },

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
 
 from blazeproto.distributed import peer_memory
+from blazeproto.gemm.compile import CUDA_SOURCES
 from ptxsim import Deadlock, MachineError
 from tests.distributed.exchange_machine import Exchange
 
@@ -85,7 +86,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Has the launches compile a copy of the sources with a change."""
 
     def plant(file: str, before: str, after: str) -> None:
-        for source in CUDA.iterdir():
+        for source in (*CUDA.iterdir(), CUDA_SOURCES / "meeting.cuh"):
             shutil.copy(source, tmp_path)
         text = (tmp_path / file).read_text()
         assert before in text, before

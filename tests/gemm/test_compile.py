@@ -21,7 +21,7 @@ from blazeproto.gemm.combine import slice_widths
 from blazeproto.gemm.compile import CompileError, Kernel, compile_in_subprocess, compile_many
 from blazeproto.gemm.launch import MAP_BYTES, Params
 from blazeproto.gemm.product import PACKAGE, TRANSPOSED, Sizes, Variant, variants
-from blazeproto.gemm.rows import QUANTIZED_ROWS_PARAMS, ROWS_PARAMS, STORED_ROWS_PARAMS
+from blazeproto.gemm.rows import QUANTIZED_ROWS_PARAMS, ROWS_PARAMS, SENDING_ROWS_PARAMS, STORED_ROWS_PARAMS
 from blazeproto.gemm.stored import Storage
 from blazeproto.gemm.tiles import (
     CHOSEN,
@@ -35,6 +35,7 @@ from blazeproto.gemm.tiles import (
     tiles_for,
 )
 from blazeproto.gemm.tuned import MEASURED
+from blazeproto.gemm.up import UP_FORWARD
 from blazeproto.gemm.weight import WEIGHT_PARAMS
 from blazeproto.runtime import cache, driver
 from blazeproto.runtime.arch import AMPERE, HOPPER
@@ -368,6 +369,7 @@ STRUCTS = {
     "weights": (WEIGHT_PARAMS, gemm.kernel_for("up_backward_weight")),
     "rows of fp8": (QUANTIZED_ROWS_PARAMS, gemm.kernel_for("down_forward", precision="fp8")),
     "rows of stored weights": (STORED_ROWS_PARAMS, STORED[0]),
+    "rows that are sent": (SENDING_ROWS_PARAMS, UP_FORWARD.kernel(None, Variant(sends=True))),
     "weights of fp8": (weight_fp8.PARAMS, weight_fp8.kernel()),
 }
 

@@ -24,6 +24,8 @@ struct ShareParams {
     const int* pair_tokens;    // (pairs,), and
     const int* token_offsets;  // (tokens + 1,) where the number of experts a token varies, else both null
     int* token_ranks;          // (tokens,) out: bit r: the token has an expert on rank r
+    int* first_needed;         // (tokens, ranks - 1) out, or null: e (ranks - 1) + slot, e the first of its experts on the rank of
+                               // a slot (sending.cuh), or -1
     int64_t tokens, pairs;     // of this rank
     int64_t max_tokens, pairs_of_rank;
     int64_t top_k;         // 0 where it varies
@@ -63,6 +65,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) share(const __grid_constan
                 if (expert >= 0 && expert < p.experts_here * m.ranks) ranks |= 1u << (expert / int(p.experts_here));
             }
             p.token_ranks[token] = int(ranks);
+            for (int slot = 0; p.first_needed && slot < m.ranks - 1; ++slot) {
+                const int peer = int(m.rank + 1 + slot) % int(m.ranks), first = peer * int(p.experts_here);
+                int least = int(p.experts_here);
+                for (int64_t pair = begin; pair < end; ++pair) {
+                    const int expert = load_s32(p.experts + pair) - first;
+                    if (expert >= 0) least = min(least, expert);
+                }
+                const int64_t slots = m.ranks - 1;
+                p.first_needed[token * slots + slot] = least < p.experts_here ? int(least * slots) + slot : -1;
+            }
         }
         for (int peer = 0; peer < (p.top_k ? 0 : m.ranks); ++peer)
             reinterpret_cast<int*>(m.at(peer, p.token_offsets_at))[first_token + token] = int(first_pair + begin);

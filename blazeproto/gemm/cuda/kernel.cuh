@@ -45,6 +45,9 @@ using Element = Bf16;
 #ifdef STORED
 #include "decoders.cuh"
 #endif
+#ifdef SENDS
+#include "schedule.cuh"
+#endif
 
 template <class Scheduler>
 struct PlainEpilogue {
@@ -207,6 +210,9 @@ DEVICE void run(const typename Scheduler::Params& p) {
 #ifdef STORED
     if (int(blockIdx.x) < p.decoders) return decode_weights(p, Scheduler::TILE_COLUMNS);
     if (threadIdx.x == 0) known_part() = 0;
+#endif
+#ifdef SENDS
+    send_first(p.sending, p.experts, sendings());
 #endif
     if (threadIdx.x == 0) {
         Ring::init();

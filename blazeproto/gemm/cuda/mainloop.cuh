@@ -57,8 +57,12 @@ static_assert(EPILOGUE_WARPGROUPS == 0 || EPILOGUE_WARPGROUPS == 1, "one is buil
 // with 128 registers, although setmaxnreg gives consumers more before they come to one. gemm/cubin.py corrects what ptxas
 // wrote down.
 constexpr int PTXAS_THREADS = (1 + CONSUMERS) * WARPGROUP;
-constexpr int REGISTER_BUDGET = 65536 / WARPGROUP;  // of one thread of every warpgroup together
+constexpr int REGISTER_BUDGET = EPILOGUE_WARPGROUPS ? 4 * 128 : 3 * 168;  // of one thread of every warpgroup together
+#if defined(SENDS) && GATHER && CLUSTER > 1
+constexpr int PRODUCER_REGISTERS = 48;  // it waits for rows, too
+#else
 constexpr int PRODUCER_REGISTERS = 40;
+#endif
 constexpr int CONSUMER_REGISTERS =
     (REGISTER_BUDGET - PRODUCER_REGISTERS - EPILOGUE_WARPGROUPS * EPILOGUE_REGISTERS) / CONSUMERS / 8 * 8;
 

@@ -2,6 +2,9 @@
 // them (gemm/rows.py, gemm/weight.py).
 #pragma once
 #include "ptx.cuh"
+#ifdef SENDS
+#include "sending.cuh"
+#endif
 
 // token = pair / top_k. An integer division is thirty instructions and the producer does one a row. So the host turns it
 // into a multiplication and a shift, exact for pairs below 2^31 (gemm/rows.py: `division`). Where the number of experts
@@ -45,6 +48,9 @@ struct RowsParams {
     int64_t first_column;   // of the weights' columns: the first that is an output column
     const uint8_t* values;
     uint32_t* progress;     // (2, experts, parts), zeros
+#endif
+#ifdef SENDS
+    Sending sending;  // of the rows that this product gathers, or a later one
 #endif
     int rows, experts, reduction, columns;
     int bias_stride;  // columns of the weights: elements from one expert's bias to the next's

@@ -6,6 +6,11 @@
 // (experts + 1,): the sum of `count` over the experts before this one.
 DEVICE int* before_expert() { return reinterpret_cast<int*>(shared_memory() + SCHEDULE_OFFSET); }
 
+#ifdef SENDS
+// This sending's number, from 1 on (sending.cuh).
+DEVICE uint32_t& sendings() { return reinterpret_cast<uint32_t&>(before_expert()[MAX_EXPERTS + 2]); }
+#endif
+
 // By the whole CTA. `count(e)`: the work of expert e.
 template <class Count>
 DEVICE void sum_before_experts(int experts, Count count) {

@@ -57,6 +57,20 @@ struct TileScheduler {
     DEVICE static int cta() { return blockIdx.x; }
 #endif
 
+    // The index in the list of this CTA's tile at `position`. CTAs that send rows begin some rounds later (sending.cuh).
+#ifdef SENDS
+    static_assert(!TICKETS, "CTAs take tiles round robin");
+    DEVICE int index_at(int position) const {
+        const Sending& s = p.sending;
+        const int senders = int(s.senders), late = int(s.late), early = int(gridDim.x) - senders;
+        if (int(blockIdx.x) < senders) position += late;
+        return position < late ? position * early + int(blockIdx.x) - senders
+                               : late * early + (position - late) * int(gridDim.x) + int(blockIdx.x);
+    }
+#else
+    DEVICE int index_at(int position) const { return cta() + position * ctas(); }
+#endif
+
     // By the whole CTA.
     DEVICE explicit TileScheduler(const RowsParams& params) : p(params) {
         const int* offsets = p.offsets;
@@ -103,7 +117,7 @@ struct TileScheduler {
             }
         } else {
             const int mine = position + threadIdx.x;
-            if (threadIdx.x < BATCH && mine < count()) slots()[mine % (2 * BATCH)] = find(cta() + mine * ctas());
+            if (threadIdx.x < BATCH && mine < count()) slots()[mine % (2 * BATCH)] = find(index_at(mine));
         }
         __syncwarp();
         MARK(END, SCHEDULE);
@@ -129,16 +143,22 @@ struct TileScheduler {
     DEVICE static RowTile* slots() { return reinterpret_cast<RowTile*>(shared_memory() + SLOTS_OFFSET); }
     DEVICE int column_blocks() const { return (p.columns + COLUMNS - 1) / COLUMNS; }
 
-#if CLUSTER > 1
-    DEVICE int tiles() const { return before_expert()[p.experts] * CLUSTER; }
+    DEVICE int tiles() const { return before_expert()[p.experts] * (CLUSTER > 1 ? CLUSTER : column_blocks()); }
 
+#ifdef SENDS
+    DEVICE int own_tiles() const {
+        const Sending& s = p.sending;
+        const int senders = int(s.senders), late = int(s.late), early = int(gridDim.x) - senders, left = tiles() - late * early;
+        const int after = max(0, (left - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x));
+        if (int(blockIdx.x) < senders) return after;
+        return after + min(late, (tiles() - int(blockIdx.x) + senders + early - 1) / early);
+    }
+#elif CLUSTER > 1
     DEVICE int own_tiles() const {
         const int clusters = gridDim.x / CLUSTER;
         return (before_expert()[p.experts] - int(blockIdx.x) / CLUSTER + clusters - 1) / clusters;
     }
 #else
-    DEVICE int tiles() const { return before_expert()[p.experts] * column_blocks(); }
-
     DEVICE int own_tiles() const { return (tiles() - cta() + ctas() - 1) / ctas(); }
 #endif
 
