@@ -269,7 +269,7 @@ CEILINGS = {
     "blazeproto/runtime/**/*.py": 1068,
     "blazeproto/dispatch/**/*.py": 735,
     "blazeproto/router/**/*.py": 2341,
-    "blazeproto/gemm/**/*.py": 2344,
+    "blazeproto/gemm/**/*.py": 2350,
     "blazeproto/stored/**/*.py": 306,
     "blazeproto/autograd/**/*.py": 2126,
     "blazeproto/blocksparse/**/*.py": 588,
@@ -278,7 +278,7 @@ CEILINGS = {
     "blazeproto/lab/**/*.py": 2937,
     "ptxsim/*.py": 2947,
     "scripts/**/*.py": 9072,
-    "tests/**/*.py ptxsim/tests/**/*.py": 24617,
+    "tests/**/*.py ptxsim/tests/**/*.py": 24618,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 6958,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

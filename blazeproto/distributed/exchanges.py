@@ -20,7 +20,7 @@ from blazeproto.distributed.peer_memory import BLOCKS, PROGRESS_BYTES, MemoryLay
 from blazeproto.gemm.combine import SPEC as COMBINE
 from blazeproto.gemm.e4m3 import Quantized
 from blazeproto.gemm.recipe import FP8
-from blazeproto.gemm.rows import Sending
+from blazeproto.gemm.sending import Sending
 from blazeproto.runtime import driver
 from blazeproto.runtime.arrays import current_stream
 

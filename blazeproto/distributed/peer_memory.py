@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any
 
 from blazeproto.gemm.compile import Kernel
-from blazeproto.gemm.rows import Sending
+from blazeproto.gemm.sending import Sending
 from blazeproto.gemm.tiles import BF16, CHUNK, E4M3
 
 SOURCES = "../../distributed/cuda"  # seen from gemm/cuda, whose headers these kernels include

@@ -26,7 +26,6 @@ from blazeproto.gemm.product import (
     variants,
 )
 from blazeproto.gemm.rows import (
-    Sending,
     address,
     element_of,
     h_box,
@@ -34,11 +33,10 @@ from blazeproto.gemm.rows import (
     rows_plan,
     scales,
     shape_of,
-    that_send,
-    that_sends,
     variant_of,
     words,
 )
+from blazeproto.gemm.sending import Sending, all_that_send, that_sends
 from blazeproto.gemm.specification import Specification, by_tile, low_rank
 from blazeproto.gemm.stored import alone
 from blazeproto.gemm.tiles import (
@@ -260,7 +258,7 @@ DOWN_BACKWARD_ACT = Product(
     kernels=lambda: [
         *(kernel(None, variant) for variant in VARIANTS),
         *map(kernel, CANDIDATES["down_backward_act"]),
-        *(kernel(each, Variant(sends=True)) for each, _ in that_send("down_backward_act")),
+        *(kernel(each, Variant(sends=True)) for each, _ in all_that_send("down_backward_act")),
         *(kernel(None, variant) for variant in variants(element=[E4M3], rank=(0, 16))),
     ],
     parts=lambda sizes, config, variant, build: [

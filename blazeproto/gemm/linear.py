@@ -33,7 +33,6 @@ from blazeproto.gemm.product import (
     variants,
 )
 from blazeproto.gemm.rows import (
-    Sending,
     address,
     element_of,
     last_maps,
@@ -41,10 +40,10 @@ from blazeproto.gemm.rows import (
     rows_plan,
     scales,
     shape_of,
-    that_send,
     variant_of,
     words,
 )
+from blazeproto.gemm.sending import Sending, all_that_send
 from blazeproto.gemm.specification import Specification, by_tile, low_rank
 from blazeproto.gemm.stored import Storage, alone
 from blazeproto.gemm.tiles import (
@@ -365,7 +364,7 @@ UP_BACKWARD_ACT = Product(
         for call in (
             *every(CANDIDATES["up_backward_act"], variants(gather=BOTH, transposed=[True])),
             (None, Variant(element=E4M3)),
-            *((each, Variant(transposed=True, sends=True)) for each, _ in that_send("up_backward_act")),
+            *((each, Variant(transposed=True, sends=True)) for each, _ in all_that_send("up_backward_act")),
         )
     ],
     in_layer=lambda sizes, up, down: [] if up.fused else _in_layer(sizes, of_dx(up)),

@@ -1,8 +1,7 @@
 """The argument of the products by rows (cuda/params.cuh: RowsParams), which up.py, linear.py and down_backward.py share."""
 
-from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from blazeproto.dispatch.structures import Addresses
 from blazeproto.gemm import tickets
@@ -11,8 +10,9 @@ from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.e4m3 import Quantized
 from blazeproto.gemm.launch import Box, Params, Plan, dense_box, num_sms, persistent_grid
 from blazeproto.gemm.product import Variant
+from blazeproto.gemm.sending import WORDS
 from blazeproto.gemm.stored import FEW_BLOCK, FEW_CTAS, Packed, Storage, decoders, part_shift
-from blazeproto.gemm.tiles import BF16, BK, BM, CANDIDATES, E4M3, SLAB, Element, TileConfig
+from blazeproto.gemm.tiles import BF16, BK, BM, E4M3, SLAB, Element, TileConfig
 
 ROWS_PARAMS = Params(
     "RowsParams",
@@ -46,49 +46,7 @@ STORED_ROWS_PARAMS = ROWS_PARAMS._replace(
 )
 
 
-SENDING = (
-    *(
-        "meeting.bases",
-        "meeting.progress",
-        "meeting.ranks",
-        "meeting.rank",
-        "meeting.patience_ns",
-        "rows",
-        "line",
-        "begins",
-    ),
-    *("tokens", "row_bytes", "max_tokens", "rows_at", "counts_at", "blocks", "awaited", "senders", "late"),
-)
-SENDING_ROWS_PARAMS = ROWS_PARAMS._replace(words=(*ROWS_PARAMS.words, *(f"sending.{name}" for name in SENDING)))
-
-SENDING_RATE = 250e9  # bytes a second that CTAs of a product send over NVLink, beside the others
-TILE_RATE = 5.3e12  # operations a second, of a multiprocessor
-
-
-class Sending(NamedTuple):
-    """Rows that a product sends to other ranks while it multiplies (cuda/sending.cuh). words: the struct's, but for the last.
-    size: of what is sent, in bytes, an estimate."""
-
-    words: tuple[int, ...]
-    size: int
-
-    def beside(self, config: TileConfig, reduction: int) -> tuple[int, ...]:
-        """The struct's words, for a product with these tiles: senders come to them when a sending at `SENDING_RATE` is over."""
-        tile = 2 * BM * config.tile_n * reduction / TILE_RATE
-        return (*self.words, round(self.size / SENDING_RATE / tile))
-
-
-def that_sends(config: TileConfig, bias: bool = False) -> TileConfig:
-    """The tiles of a kernel that sends rows, in place of ``config``: taken round robin, and with a bias, for which there would be
-    too few registers, not in pairs."""
-    return replace(config, tickets=False, cluster=1 if bias else config.cluster)
-
-
-def that_send(product: str) -> list[tuple[TileConfig, bool]]:
-    """The tiles of a product's kernels that may send rows, and whether with a bias."""
-    both = product == "up_forward"
-    made = ((that_sends(each, bias), bias) for each in CANDIDATES[product] for bias in (False, True)[: 1 + both])
-    return [*dict.fromkeys(made)]
+SENDING_ROWS_PARAMS = ROWS_PARAMS._replace(words=(*ROWS_PARAMS.words, *(f"sending.{name}" for name in WORDS)))
 
 
 def rows_plan(

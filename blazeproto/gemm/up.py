@@ -26,7 +26,6 @@ from blazeproto.gemm.product import (
     variants,
 )
 from blazeproto.gemm.rows import (
-    Sending,
     address,
     element_of,
     h_box,
@@ -34,11 +33,10 @@ from blazeproto.gemm.rows import (
     rows_plan,
     scales,
     shape_of,
-    that_send,
-    that_sends,
     variant_of,
     words,
 )
+from blazeproto.gemm.sending import Sending, all_that_send, that_sends
 from blazeproto.gemm.specification import Specification, low_rank
 from blazeproto.gemm.stored import alone
 from blazeproto.gemm.tiles import (
@@ -223,7 +221,7 @@ UP_FORWARD = Product(
     kernels=lambda: [
         *(kernel(None, variant) for variant in VARIANTS),
         *map(kernel, CANDIDATES["up_forward"]),
-        *(kernel(each, Variant(bias=bias, sends=True)) for each, bias in that_send("up_forward")),
+        *(kernel(each, Variant(bias=bias, sends=True)) for each, bias in all_that_send("up_forward")),
         *(kernel(None, each._replace(floats=floats)) for each in QUANTIZED_VARIANTS for floats in (False, True)),
     ],
     variants=VARIANTS,

@@ -40,7 +40,7 @@ OTHERS = {
     "stored weights": {"gemm/stored.py", "gemm/cuda/quantized.cuh"}
     | {f"gemm/cuda/{name}.cuh" for name in ("decoders", "stored", "nibbles", "mxfp4", "int4", "nf4", "e4m3")},
     "LoRA": {"autograd/low_rank.py"},
-    "distributed": {"autograd/ranks.py"},
+    "distributed": {"autograd/ranks.py", "gemm/sending.py", "gemm/cuda/sending.cuh", "gemm/cuda/meeting.cuh"},
     "lab": {"gemm/cuda/timeline.cuh"},
 }
 NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}

@@ -13,7 +13,7 @@ import numpy as np
 from blazeproto.dispatch import build_dispatch
 from blazeproto.distributed.peer_memory import GROUPS, PROGRESS_BYTES, MemoryLayout, PeerMemory
 from blazeproto.gemm import down_backward, linear, up
-from blazeproto.gemm.rows import SENDING_RATE, TILE_RATE
+from blazeproto.gemm.sending import SENDING_RATE, TILE_RATE
 from blazeproto.lab.target import Machine
 from blazeproto.runtime import driver
 from blazeproto.runtime.target import device_of

@@ -12,7 +12,7 @@ from blazeproto.activations import ACTIVATIONS
 from blazeproto.gemm import down_backward, linear, up
 from blazeproto.gemm.compile import CUDA_SOURCES, compile_many
 from blazeproto.gemm.product import BOTH, TRANSPOSED, Build, Variant, variants
-from blazeproto.gemm.rows import that_send
+from blazeproto.gemm.sending import all_that_send
 from ptxsim import MachineError
 from tests.distributed.sending_machine import Sending
 
@@ -92,12 +92,12 @@ def test_no_kernel_that_sends_spills() -> None:
     wanted = [
         product.kernel(config, each._replace(sends=True, bias=bias))
         for name, product in (("up_forward", up), ("down_backward_act", down_backward))
-        for config, bias in that_send(name)
+        for config, bias in all_that_send(name)
         for each in activations
     ]
     wanted += [
         linear.kernel(config, Variant(transposed=transposed, sends=True))
-        for config, _ in that_send("up_backward_act")
+        for config, _ in all_that_send("up_backward_act")
         for transposed in BOTH
     ]
     assert {kernel: kernel.spills for kernel in compile_many(wanted) if kernel.spills} == {}
