@@ -252,7 +252,7 @@ def grouped_experts(
         dispatch = Dispatch(places, F.pad(ends, (1, 0)), places, None, num_experts, 1, x.shape[0])
         scales, stored = taken_apart(up[0], down_proj)
         how = how_of(options, parameters, 1, WHOLE, "", *stored)
-        call = ExpertsCall(parameters, Beside(None, None, None, *scales), dispatch, how)
+        call = ExpertsCall(parameters, Beside(*(None,) * 5, *scales), dispatch, how)
         alone = unobserved((*parameters, counts)) and not on_another_gpu(x)
         return node.experts.entry(parameters, unobserved=alone)(*pack(call))[0]
 

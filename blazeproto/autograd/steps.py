@@ -116,13 +116,8 @@ class Steps:
         self.sent: Any = None
         others = (call.p.up_a, call.p.down_a)  # factors meet the rows before a product does
         plain = not any(isinstance(weight, StoredWeight) for weight in (call.p.up_proj, call.p.down_proj))
-        self.by_products = (
-            self.exchange
-            and self.exchange.by_products
-            and plain
-            and not call.quantized
-            and all(t is None for t in others)
-        )
+        able = self.exchange and self.exchange.by_products and call.beside.line is not None
+        self.by_products = able and plain and not call.quantized and all(t is None for t in others)
         self.held: list[Saved] = []
         self.scores = take(call.p.scores, chunk.tokens)
         add_up = self.exchange and partial(self.exchange.add_up, call.beside.token_ranks)

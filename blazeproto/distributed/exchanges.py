@@ -45,13 +45,12 @@ class PeerExchange:
     group: its ranks have one GPU each, of one kind, in NVLink's reach.  See `Symmetric` for the rest.
     """
 
-    backend = "hopper"
+    backend, by_products = "hopper", True
 
     def __init__(self, group: dist.ProcessGroup, layout: MemoryLayout, device: torch.device, timeout: float) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         self.layout, self.places, self.device = layout, layout.ranks * layout.max_tokens, device
-        self.by_products = layout.ranks > 1
         self.memory = symmetric_memory.empty(layout.size, dtype=torch.uint8, device=device)
         self._handle = symmetric_memory.rendezvous(self.memory, group)
         offset = self.memory.data_ptr() - self._handle.buffer_ptrs[group.rank()]

@@ -318,7 +318,8 @@ def measure_fp8(case: Spread, machine: Machine) -> Row:
 
 def apart(layer: MoE, given: Inputs, shape: Sizes, machine: Machine) -> dict[str, float]:
     """The distance of a layer's results from one GPU's, over their norm, on the rank where it is largest."""
-    whole = Inputs._make(map(of_all_ranks, given[:4]))
+    x, scores, ids, d_out = map(of_all_ranks, given[:4])
+    whole = Inputs(x, scores, ids, d_out)
     alone = layer_of(shape, whole, None, {"precision": layer.precision})
     with torch.no_grad():
         for to, weight in zip(alone.parameters(), layer.parameters(), strict=True):

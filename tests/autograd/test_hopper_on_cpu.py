@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from blazeproto.activations import ACTIVATIONS, clamped_swiglu
 from blazeproto.autograd import SavePolicy, hopper_backend, mlp, operators, private, steps
+from blazeproto.autograd.ranks import EXCHANGES, PeersNamed
 from blazeproto.dispatch import Dispatch
 from blazeproto.gemm import TWINS, down_backward, fused, linear, reduce, up, weight
 from blazeproto.gemm.stored import Packed
@@ -70,6 +71,7 @@ def twins(monkeypatch, poisoned):
 
     def run(launch, twin, *args, **kwargs):
         inspect.signature(launch).bind(*args, **kwargs)  # the launch itself takes these arguments
+        kwargs.pop("sending", None)  # where rows come from changes no bit
         twin(*map(as_numpy, args), **{key: as_numpy(value) for key, value in kwargs.items()})  # outputs share memory
 
     for module, name, twin in LAUNCHES:
@@ -133,6 +135,69 @@ def test_y_lies_over_act_where_the_launchs_tiles_have_whole_rows(make_case, monk
     case = make_case(8, 256, 256, 4, 2)
     near(case.run(), case.reference())
     assert found == [over, False]
+
+
+class Sends:
+    """Rank 1 of 2 by itself, of an exchange whose rows products send."""
+
+    backend, by_products = "hopper", True
+
+    def __init__(self, tokens):
+        self.places, self.told, self.plain = 2 * tokens, [], 0
+
+    def sending(self, t, line, begins, *, awaited):
+        assert t.is_contiguous() and t.data_ptr() % 16 == 0 and (len(line), len(begins)) == (2, 3)
+        self.told.append(awaited)
+        return self.arrived(t), len(self.told)
+
+    def send(self, t, token_ranks):
+        self.plain += 1
+        return self.arrived(t)
+
+    def arrived(self, t):
+        return torch.cat((torch.full_like(t, torch.nan), t))
+
+    def add_up(self, _, y, rows, *, out, columns=None, **named):
+        made = out.new_empty(self.places, out.shape[1])
+        hopper_backend.launch_combine(y, rows, out=made, columns=columns, **named)
+        out[:, columns] = made[len(out) :, columns]
+
+
+@pytest.mark.parametrize(
+    ("options", "told", "products"),
+    [
+        ({}, [True, True, False], ["up", "down_backward", "linear"]),
+        ({"save": "recompute"}, [True, True, True, False], ["up", "up", "down_backward", "linear"]),
+    ],
+)
+@pytest.mark.parametrize("aligned", [True, False])
+def test_products_send_rows(make_case, monkeypatch, options, told, products, aligned):
+    """x in forward; dO, and x again behind up_backward_act, in backward. ``aligned``: whether x is."""
+    case, found = make_case(40, sentinels=True, idle=(2,)), []
+    EXCHANGES["sends"] = exchange = Sends(len(case.x))
+    for module in (up, down_backward, linear):
+
+        def launch(*given, _launch=module.launch, _name=module.__name__.rsplit(".", 1)[1], sending=None, **named):
+            found.append((_name, sending))
+            _launch(*given, sending=sending, **named)
+
+        monkeypatch.setattr(module, "launch", launch)
+    expected = case.run(**options)
+    assert all(sending is None for _, sending in found)
+    found.clear()
+    if not aligned:
+        case.x = (
+            torch.cat((case.x.detach().flatten()[:1], case.x.detach().flatten()))[1:].view_as(case.x).requires_grad_()
+        )
+    ids = torch.cat((torch.full_like(case.topk_experts, -1), case.topk_experts))
+    scores = torch.cat((torch.zeros(case.topk_experts.shape), case.scores))
+    lists = torch.zeros(2, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    peers = PeersNamed(torch.full((len(case.x),), 2, dtype=torch.int32), "sends", *lists)
+    made = case.run(topk_experts=ids, scores=scores, peers=peers, **options)
+    assert exchange.told == told and exchange.plain == 0
+    assert [name for name, sending in found if sending] == products
+    assert [sending for _, sending in found if sending] == [*range(1, 1 + len(told))]
+    assert all(map(torch.equal, made, expected))
 
 
 @pytest.mark.parametrize("format", FORMATS)

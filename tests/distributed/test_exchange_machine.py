@@ -23,6 +23,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "only rank 1 has too few rows": {"tokens": (5, 4), "capacities": (99, 2)},
     "one expert a token": {"tokens": (5, 3), "top_k": 1},
     "three ranks of one token": {"tokens": (2, 1, 1), "top_k": 6},
+    "eight ranks, some idle": {"tokens": (1, 0, 1, 1, 0, 1, 1, 1)},
     "more columns than a warp loads at once": {"tokens": (1, 1), "d": 2064},
     "epochs that pass 2^32": {"tokens": (2, 2), "epoch": 2**32 - 3},
 }
@@ -119,7 +120,8 @@ def test_an_exchange_brings_what_it_should(name: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", SIZES)
 def test_an_exchange_with_many_seeds(name: str) -> None:
-    assert {seed: ways for seed in range(1, 25) if (ways := found(seed, **SIZES[name]))} == {}
+    seeds = range(1, 3 if len(SIZES[name]["tokens"]) > 4 else 25)
+    assert {seed: ways for seed in seeds if (ways := found(seed, **SIZES[name]))} == {}
 
 
 def test_only_rank_1_leaves_pairs_out() -> None:

@@ -20,7 +20,7 @@ from blazeproto.autograd import backends
 from blazeproto.autograd.ranks import EXCHANGES, PeersNamed
 from blazeproto.distributed import Symmetric, check_overflow, exchanges, expert_parallel
 from blazeproto.distributed.exchanges import PeerExchange
-from blazeproto.distributed.peer_memory import MAX_RANKS, PART, MemoryLayout, PeerMemory, add_up_kernel, kernel
+from blazeproto.distributed.peer_memory import GROUPS, MAX_RANKS, PART, MemoryLayout, PeerMemory, add_up_kernel, kernel
 from blazeproto.distributed.symmetric import hosts_of
 from blazeproto.gemm.compile import Kernel
 from tests.refusals import refuses
@@ -231,6 +231,7 @@ def test_sections_have_room_for_what_the_kernels_store() -> None:
     words = {
         "flags": 2 * MAX_RANKS,
         "part_flags": ranks * 3,
+        "counts": ranks * GROUPS,
         **dict.fromkeys(("experts", "scores", "pair_tokens"), ranks * pairs),
         "token_offsets": ranks * tokens + 1,
         "values": pairs,

@@ -155,15 +155,23 @@ def test_four_ranks(plain: list[str], out: Path, metrics: Metrics) -> None:
 
 @pytest.mark.full
 def test_eight_ranks(plain: list[str], out: Path, metrics: Metrics, run: Main) -> None:
-    """An expert and a sequence a rank; groups of four."""
+    """An expert and a sequence a rank; groups of four; both dispatchers."""
     options = [*plain, "--num-experts", "8", "--batch", "8"]
     assert run(*named(options, out, "eighth"))[0] == 0
-    modes = ("fsdp", "hsdp", "ep", "ep+fsdp")
-    groups = {mode: ["--group-size", "4"] * (mode in ("hsdp", "ep+fsdp")) for mode in modes}
-    start(8, out, [Run(named(options, out, f"eight-{mode}", "--parallel", mode, *groups[mode])) for mode in modes])
+    groups, symmetric = ["--group-size", "4"], ["--dispatcher", "symmetric"]
+    modes: dict[str, list[str]] = {
+        "fsdp": [],
+        "hsdp": groups,
+        "ep": ["--dispatcher", "all_to_all"],
+        "ep symmetric": symmetric,
+        "ep+fsdp": [*groups, "--dispatcher", "all_to_all"],
+        "ep+fsdp symmetric": [*groups, *symmetric],
+    }
+    runs = [named(options, out, f"eight {mode}", "--parallel", mode.split()[0], *more) for mode, more in modes.items()]
+    start(8, out, [*map(Run, runs)])
     one = losses(metrics, out / "eighth")
     for mode in modes:
-        assert largest_difference(losses(metrics, out / f"eight-{mode}"), one)[0] < 0.01, mode
+        assert largest_difference(losses(metrics, out / f"eight {mode}"), one)[0] < 0.01, mode
 
 
 def torchrun(*options: str, ranks: int = 2) -> subprocess.Popen[str]:

@@ -16,7 +16,11 @@ def test_rows_of_all_dispatchers(tmp_path: Path) -> None:
     running.run(expert_parallel.BENCH, ["--cpu", "--out", str(tmp_path)])
     record = json.loads(out.read_text())
     made = [(row["gpus"], row["dispatcher"]) for row in record["ep"]]
-    assert made == [(1, "symmetric"), (2, "symmetric"), *((1, name) for name in ("all_to_all", "capacity", "vdev_2d"))]
+    assert made == [
+        (1, "symmetric"),
+        (2, "symmetric"),
+        *((1, name) for name in ("all_to_all", "capacity", "zipf", "vdev_2d")),
+    ]
     row = record["ep"][0]
     assert row["cfg"] == {"T": 64, "d": 64, "n": 32, "E": 8, "K": 2} and row["fwd_ms"] > 0 and row["payload_MiB"] == 0
     assert "| 64, 64, 32, 8, 2 | 1 | `Symmetric` |" in TABLES["expert_parallel"](record)
