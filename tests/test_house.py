@@ -271,15 +271,15 @@ CEILINGS = {
     "blazeproto/router/**/*.py": 2341,
     "blazeproto/gemm/**/*.py": 2350,
     "blazeproto/stored/**/*.py": 306,
-    "blazeproto/autograd/**/*.py": 2126,
+    "blazeproto/autograd/**/*.py": 2130,
     "blazeproto/blocksparse/**/*.py": 588,
-    "blazeproto/distributed/**/*.py": 501,
+    "blazeproto/distributed/**/*.py": 502,
     "blazeproto/integrations/**/*.py": 378,
     "blazeproto/lab/**/*.py": 2937,
     "ptxsim/*.py": 2947,
-    "scripts/**/*.py": 9072,
-    "tests/**/*.py ptxsim/tests/**/*.py": 24618,
-    "blazeproto/**/*.cu blazeproto/**/*.cuh": 6958,
+    "scripts/**/*.py": 9073,
+    "tests/**/*.py ptxsim/tests/**/*.py": 24675,
+    "blazeproto/**/*.cu blazeproto/**/*.cuh": 6979,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in
 docs/decisions.md that says what was bought."""

@@ -77,7 +77,7 @@ class PeersNamed(NamedTuple):
     token_ranks: Tensor | None  # (T,) int32, as `Exchange.send` takes it
     exchange: str
     line: Tensor | None = (
-        None  # (T (P - 1),) and (E - E / P + 1,) int32: the order in which products send rows (gemm/cuda/sending.cuh)
+        None  # (T (P - 1),) and (6 (P - 1) + 1,) int32: the order in which products send rows (gemm/cuda/sending.cuh)
     )
     begins: Tensor | None = None
 

@@ -141,7 +141,7 @@ class Steps:
         return self.backend.quantized_tokens(self.loaded[1], self.rows, operand)
 
     def _sending(self, t: Tensor, *, awaited: bool) -> Tensor:
-        """t (T, d) -> the places where its rows come, by the next product. A copy of what is not aligned lives on."""
+        """t (T, d) -> the places where its rows come, by the next product. ``sent`` has a copy of what is not aligned."""
         beside, self.sent = self.call.beside, ready(t)
         rows, self.sending = self.exchange.sending(self.sent, beside.line, beside.begins, awaited=awaited)
         return rows
@@ -156,7 +156,8 @@ class Steps:
         options: dict[str, Any] = {"activation": self.call.how.options.activation, "recipe": self.call.recipe}
         options["sending"], self.sending = self.sending, None
         step = BackendStep(self.rows, weight, cast(p.up_bias, self.dtype), low=low, **options)
-        return *self.backend.up_forward(step, x, take(saved.h, rows), take(saved.act, rows)), low and low[0]
+        made, self.sent = self.backend.up_forward(step, x, take(saved.h, rows), take(saved.act, rows)), None
+        return *made, low and low[0]
 
     def down(self, act: Tensor, out: Tensor | None, saved: Saved) -> Tensor:
         """-> out (T, d), all of it, made where it is None; act A_down^T in its place."""
@@ -194,6 +195,7 @@ class Steps:
             step, self.sending = BackendStep(self.rows, weight, bias, self.loaded[1], **how), None
             over = self.overwrite_h or again
             dh, d_scores, a_scaled = self.backend.down_backward_act(step, wants, d_out, h, act, overwrite_h=over)
+            self.sent = None
         if needs.scores and self.sums:
             take(self.sums.scores, self.chunk.tokens).copy_(d_scores)
         if needs.down_b:
@@ -230,6 +232,7 @@ class Steps:
                 self.loaded = p.x, self._sending(p.x, awaited=False)
             step, self.sending = BackendStep(self.rows, weight, low=low, sending=self.sending, **self.combined), None
             self.backend.up_backward_act(step, dh, dx)
+            self.sent = None
         return dx, low and low[0]
 
     def up_gradients(self, dh: Any, dh_b: Any, xa: Any) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from blazeproto.autograd.operators import narrow_ids, ready
 from blazeproto.autograd.records import quantized_in
 from blazeproto.autograd.torch_formulas import outputs
 from blazeproto.dispatch.structures import Addresses, Dispatch
-from blazeproto.distributed.peer_memory import BLOCKS, PROGRESS_BYTES, MemoryLayout, PeerMemory
+from blazeproto.distributed.peer_memory import BLOCKS, GROUPS, PROGRESS_BYTES, SENDING_CTAS, MemoryLayout, PeerMemory
 from blazeproto.gemm.combine import SPEC as COMBINE
 from blazeproto.gemm.e4m3 import Quantized
 from blazeproto.gemm.recipe import FP8
@@ -45,7 +45,8 @@ class PeerExchange:
     group: its ranks have one GPU each, of one kind, in NVLink's reach.  See `Symmetric` for the rest.
     """
 
-    backend, by_products = "hopper", True
+    backend = "hopper"
+    by_products = True  # where a grid has more CTAs than send
 
     def __init__(self, group: dist.ProcessGroup, layout: MemoryLayout, device: torch.device, timeout: float) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
@@ -57,7 +58,8 @@ class PeerExchange:
         bases = [address + offset for address in self._handle.buffer_ptrs]
         self._bases = torch.tensor(bases, dtype=torch.int64, device=device)
         self._progress = torch.zeros(PROGRESS_BYTES, dtype=torch.uint8, device=device)
-        blocks = BLOCKS * torch.cuda.get_device_properties(device).multi_processor_count
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        blocks, self.by_products = BLOCKS * multiprocessors, multiprocessors >= 2 * SENDING_CTAS
         pointers = (self._bases.data_ptr(), self._progress.data_ptr(), device.index, blocks, timeout)
         self.end = PeerMemory(layout, group.rank(), *pointers)
         self.memory[: layout.at("experts")].zero_()  # flags
@@ -87,7 +89,7 @@ class PeerExchange:
         driver.launch(*self.end.share(*addresses, **sizes, stream=current_stream(scores)))
         line = begins = None
         if first_needed is not None:
-            line, begins, _ = dispatch.kernel(first_needed, experts_here * others, WHOLE, self.backend)
+            line, begins, _ = dispatch.kernel(first_needed, GROUPS * others, WHOLE, self.backend)
         pairs = self.layout.ranks * self.end.pairs_of_rank(top_k)
         ids, weights = self._section("experts", torch.int32)[:pairs], self._section("scores", torch.float32)[:pairs]
         if top_k:

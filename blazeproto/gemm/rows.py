@@ -100,7 +100,9 @@ def rows_plan(
     numbers: tuple[int, ...] = (num_rows, num_experts, reduction, columns, width if biased else 0, rank)
     grid = persistent_grid(device, config.cluster, blocks_at_most * -(-columns // tile_columns))
     params = QUANTIZED_ROWS_PARAMS if element.scales else SENDING_ROWS_PARAMS if variant.sends else ROWS_PARAMS
-    grid = num_sms(device) if variant.sends else grid  # on every rank those that send
+    grid = (
+        persistent_grid(device, config.cluster, num_sms(device)) if variant.sends else grid
+    )  # with all CTAs that send
     if stored:
         in_row, of_ring, decoded = shape[2] // stored.columns, (0,) * 7, None
         if stored.few:

@@ -97,6 +97,7 @@ class Exchange:
         self.dropping, self.patience = capacities is not None, patience
         self.bases = np.array([self.machine.address(one, f"rank {r}'s memory") for r, one in enumerate(self.memory)])
         self.token_ranks = [np.zeros(n, np.int32) for n in tokens]
+        self.first_needed = [np.zeros((n, self.ranks - 1), np.int32) for n in tokens]
         self.out, self.sums = ([np.zeros((n, D), np.uint16) for n in tokens] for _ in range(2))
         self.seen: list[dict[str, np.ndarray]] = [{} for _ in tokens]
 
@@ -125,7 +126,7 @@ class Exchange:
         wrong = []
         for rank in range(self.ranks):
             for name, right in self.right(rank).items():
-                own = {"out": self.out[rank], "sums": self.sums[rank]}
+                own = {"out": self.out[rank], "sums": self.sums[rank], "first_needed": self.first_needed[rank]}
                 got = own[name] if name in own else self.seen[rank][name][: right.size].reshape(right.shape)
                 if not np.array_equal(got, right):
                     wrong.append(f"{name} of rank {rank}")
@@ -171,7 +172,20 @@ class Exchange:
         sums = np.zeros_like(out)
         for part in parts:
             sums += wide(bf16(part))
+        first = np.array([self.first_of(rank, token) for token in range(self.tokens[rank])], np.int32)
+        right["first_needed"] = first.reshape(self.tokens[rank], self.ranks - 1)
         return right | {"out": bf16(out), "sums": bf16(sums), "values": values}
+
+    def first_of(self, rank: int, token: int) -> list[int]:
+        """By slot, as `exchange.cu` has it; the first groups are one expert long."""
+        made, slots = [], self.ranks - 1
+        for slot in range(slots):
+            ids = [
+                int(self.ids[rank][pair]) - (rank + 1 + slot) % self.ranks * HERE for pair in self.pairs(rank)[token]
+            ]
+            here = [each for each in ids if 0 <= each < HERE]
+            made.append(min(here).bit_length() * slots + slot if here else -1)
+        return made
 
     # --- Launches ----------------------------------------------------------------------------------------------------------
 
@@ -201,7 +215,8 @@ class Exchange:
         ids, scores, ranks = (address(array[rank]) for array in (self.given, self.scores, self.token_ranks))
         lists = (address(of_pairs), address(offsets)) if self.varying else (0, 0)
         sizes = {"num_tokens": tokens, "num_pairs": len(self.ids[rank]), "top_k": self.top_k, "experts_here": HERE}
-        driver.launch(*end.share(ids, scores, *lists, ranks, **sizes, stream=0))
+        first = address(self.first_needed[rank])
+        driver.launch(*end.share(ids, scores, *lists, ranks, first, **sizes, stream=0))
         for name in ("experts", "scores", "pair_tokens", "token_offsets"):
             self._read(rank, name, name, SECTIONS[name])
         for turn in range(2):

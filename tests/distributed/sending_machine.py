@@ -53,7 +53,7 @@ class Sending:
         for rank in range(self.ranks):
             self.section(rank, "rows", np.uint16)[:] = NAN
             counts = self.section(rank, "counts", np.uint32).reshape(self.ranks, GROUPS)
-            counts[:], counts[rank] = (sends * each * WARPS % 2**32 for each in (ctas, COPIERS))
+            counts[:], counts[rank] = sends * ctas * WARPS % 2**32, sends * 7 % 2**32
         self.dispatches = [self._dispatch(rank) for rank in range(self.ranks)]
         self.made: list[dict[str, np.ndarray]] = [{} for _ in tokens]
         self.bases = np.array([self.machine.address(one, f"rank {r}'s memory") for r, one in enumerate(self.memory)])
@@ -74,14 +74,15 @@ class Sending:
         return build_dispatch(ids.reshape(-1, TOP_K), HERE)
 
     def _line(self, rank: int) -> Any:
-        """As sending.cuh has it: (token, slot), by the first expert that the slot's rank has of the token."""
+        """As sending.cuh has it: (token, slot), by the first group of the slot's rank that has an expert of the token."""
         slots = self.ranks - 1
         first = np.full((self.tokens[rank], slots), -1, np.int32)
         for token, slot in np.ndindex(*first.shape):
             here = self.ids[rank][token] - (rank + 1 + slot) % self.ranks * HERE
             here = here[(here >= 0) & (here < HERE)]
-            first[token, slot] = here.min() * slots + slot if len(here) else -1
-        return build_dispatch(first, HERE * slots)
+            group = int(here.min()).bit_length() if len(here) else 0  # the first groups are one expert long
+            first[token, slot] = group * slots + slot if len(here) else -1
+        return build_dispatch(first, GROUPS * slots)
 
     def rows(self, rank: int, name: str) -> np.ndarray:
         """Those that a rank's experts have, where they come; NaN elsewhere."""
@@ -117,7 +118,7 @@ class Sending:
     def launch(self, rank: int) -> None:
         """A rank's launches."""
         address, words = self.machine.address, np.zeros(PROGRESS_BYTES // 4, np.uint32)
-        words[4] = self.sends
+        words[4:6] = self.sends, self.sends * 7 % 2**32  # rows of its own, seven a sending
         progress, device = address(words, f"rank {rank}'s progress"), device_of(self.machine)
         places = address(self.bases, "bases"), progress, device, BLOCKS, 60.0, self.ctas
         end, line, n = PeerMemory(self.layout, rank, *places), self._line(rank), self.tokens[rank]

@@ -87,7 +87,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Has the launches compile a copy of the sources with a change."""
 
     def plant(file: str, before: str, after: str) -> None:
-        for source in (*CUDA.iterdir(), CUDA_SOURCES / "meeting.cuh"):
+        for source in (*CUDA.iterdir(), CUDA_SOURCES / "meeting.cuh", CUDA_SOURCES / "sending.cuh"):
             shutil.copy(source, tmp_path)
         text = (tmp_path / file).read_text()
         assert before in text, before

@@ -37,13 +37,11 @@ class Fault(NamedTuple):
 
 
 FAULTS = {
-    "a count read early": Fault("sending.cuh", "number * ctas", "(number - 1) * ctas"),
+    "a count read early": Fault("sending.cuh", "(m.progress->sends + 1)", "m.progress->sends"),
     "rows of the group before": Fault(
         "sending.cuh", "group_of(expert, experts))", "max(group_of(expert, experts) - 1, 0))"
     ),
-    "own rows that nobody waits for": Fault(
-        "sending.cuh", "if (lane < m.ranks)\n", "if (lane < m.ranks && lane != m.rank)\n"
-    ),
+    "own rows that nobody waits for": Fault("sending.cuh", "if (lane < m.ranks)\n", "if (lane < m.ranks && !own)\n"),
     "a release of the GPU": Fault("meeting.cuh", "red.release.sys", "red.release.gpu"),
     "no acquire": Fault("meeting.cuh", "ld.acquire.sys", "ld.relaxed.sys"),
     "a count before the rows": Fault(

@@ -12,7 +12,7 @@
 //     tokens with an expert here | 0 .  2 3 .  (not used yet) | 0 1 .  3 4 5               |
 //
 // Floor of send: bytes of rows that leave the GPU / NVLink's rate one way.
-#include "meeting.cuh"
+#include "sending.cuh"
 
 constexpr int NOWHERE = -(1 << 30);  // an expert id that is no rank's, also when a rank's first expert is added
 constexpr int LOADS = 8;             // 16-byte chunks of a row that a lane has under way
@@ -24,8 +24,8 @@ struct ShareParams {
     const int* pair_tokens;    // (pairs,), and
     const int* token_offsets;  // (tokens + 1,) where the number of experts a token varies, else both null
     int* token_ranks;          // (tokens,) out: bit r: the token has an expert on rank r
-    int* first_needed;         // (tokens, ranks - 1) out, or null: e (ranks - 1) + slot, e the first of its experts on the rank of
-                               // a slot (sending.cuh), or -1
+    int* first_needed;         // (tokens, ranks - 1) out, or null: g (ranks - 1) + slot, g the first group of a slot's rank that has
+                               // an expert of the token (sending.cuh), or -1
     int64_t tokens, pairs;     // of this rank
     int64_t max_tokens, pairs_of_rank;
     int64_t top_k;         // 0 where it varies
@@ -65,15 +65,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) share(const __grid_constan
                 if (expert >= 0 && expert < p.experts_here * m.ranks) ranks |= 1u << (expert / int(p.experts_here));
             }
             p.token_ranks[token] = int(ranks);
-            for (int slot = 0; p.first_needed && slot < m.ranks - 1; ++slot) {
-                const int peer = int(m.rank + 1 + slot) % int(m.ranks), first = peer * int(p.experts_here);
-                int least = int(p.experts_here);
+            const int slots = int(m.ranks) - 1, here = int(p.experts_here);
+            for (int slot = 0; p.first_needed && slot < slots; ++slot) {
+                const int first = int(m.rank + 1 + slot) % int(m.ranks) * here;
+                int least = here;
                 for (int64_t pair = begin; pair < end; ++pair) {
-                    const int expert = load_s32(p.experts + pair) - first;
-                    if (expert >= 0) least = min(least, expert);
+                    const int expert = load_s32(p.experts + pair);
+                    if (expert >= first) least = min(least, expert - first);
                 }
-                const int64_t slots = m.ranks - 1;
-                p.first_needed[token * slots + slot] = least < p.experts_here ? int(least * slots) + slot : -1;
+                p.first_needed[token * slots + slot] = least < here ? group_of(least, here) * slots + slot : -1;
             }
         }
         for (int peer = 0; peer < (p.top_k ? 0 : m.ranks); ++peer)

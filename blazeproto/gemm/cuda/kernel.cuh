@@ -212,7 +212,7 @@ DEVICE void run(const typename Scheduler::Params& p) {
     if (threadIdx.x == 0) known_part() = 0;
 #endif
 #ifdef SENDS
-    send_first(p.sending, p.experts, sendings());
+    send_first(p.sending, p.experts, rows_awaited());
 #endif
     if (threadIdx.x == 0) {
         Ring::init();

@@ -26,7 +26,7 @@ struct Progress {
     uint32_t epoch;  // of the last exchange that has ended
     uint32_t ended;  // blocks of this launch
     uint32_t tickets[2];
-    uint32_t sends;  // sendings (sending.cuh) that have begun whose rows tiles wait for
+    uint32_t sends, rows;  // sendings (sending.cuh) whose rows tiles wait for: how many have begun, and this rank's own rows of them
 };
 
 struct Meeting {

@@ -7,8 +7,7 @@
 DEVICE int* before_expert() { return reinterpret_cast<int*>(shared_memory() + SCHEDULE_OFFSET); }
 
 #ifdef SENDS
-// This sending's number, from 1 on (sending.cuh).
-DEVICE uint32_t& sendings() { return reinterpret_cast<uint32_t&>(before_expert()[MAX_EXPERTS + 2]); }
+DEVICE Awaited& rows_awaited() { return *reinterpret_cast<Awaited*>(before_expert() + MAX_EXPERTS + 2); }
 #endif
 
 // By the whole CTA. `count(e)`: the work of expert e.

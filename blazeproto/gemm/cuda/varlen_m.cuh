@@ -135,7 +135,7 @@ struct RowProducer {
         for (int position = 0; scheduler.has(position); ++position) {
             MARK(AT, TILE);
 #ifdef SENDS
-            wait_for_rows(p.sending, scheduler.at(position).expert, p.experts, sendings());
+            wait_for_rows(p.sending, scheduler.at(position).expert, p.experts, rows_awaited());
 #endif
             const uint4* chunks = reinterpret_cast<const uint4*>(p.source + column);
             RowChunks<BM / PASS_ROWS> rows(chunks, row_start(p.pairs, next_pair, p.reduction), 0);
