@@ -1,0 +1,123 @@
+// Rung 5: the tensor cores read shared memory themselves, and warps specialise.
+//
+//   C (M, N) bf16 = A (M, K) bf16 * B (N, K)^T bf16, sums in fp32. M, N, K: multiples of BM, BN, BK.
+//
+//   warpgroup 0, the producer            ring of 4 stages             warpgroups 1 and 2, the consumers
+//   one thread, TMA  ------------------> | A 128x64 | B 256x64 | ...   1: wgmma on rows 0..63 of the tile
+//                                          full[s]: bytes landed      2: wgmma on rows 64..127
+//                                          empty[s]: both have read
+//
+// One wgmma multiplies 64 x 16 by 16 x 256. Both operands come from shared memory, so no thread loads fragments; only the
+// sums are in registers, 128 of each thread of a warpgroup. The producer hands its registers to the consumers.
+#include "wgmma.cuh"
+
+constexpr int BM = 128, BN = 256, BK = 64, STAGES = 4;
+constexpr int WARPGROUP = 128, CONSUMERS = BM / WGMMA_M, THREADS = (1 + CONSUMERS) * WARPGROUP;
+constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2, STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr int BARRIERS = STAGES * STAGE_BYTES;  // where they lie in shared memory, behind the stages
+constexpr int ROW_GROUP = 16;                   // row blocks of a tile order that keeps A and B in L2
+
+struct Params {
+    TensorMap a, b;  // boxes of BM x BK and BN x BK
+    bf16* c;
+    int m, n, k;
+};
+
+extern __shared__ __align__(1024) uint8_t shared[];
+
+// A thread's place in the ring. A barrier's phase is over once for each round, so a wait names the round's parity.
+struct Ring {
+    uint32_t passed = 0;  // stages so far
+    DEVICE uint32_t stage() const { return passed % STAGES; }
+    DEVICE uint32_t parity() const { return passed / STAGES % 2; }
+    DEVICE uint32_t a() const { return smem_address(shared) + stage() * STAGE_BYTES; }
+    DEVICE uint32_t b() const { return a() + A_BYTES; }
+    DEVICE uint32_t full() const { return smem_address(shared) + BARRIERS + stage() * 8; }
+    DEVICE uint32_t empty() const { return full() + STAGES * 8; }
+    DEVICE Ring before() const { return {passed - 1}; }
+};
+
+struct Tile {
+    int row, column;
+};
+
+// Tiles in groups of ROW_GROUP row blocks; in a group column by column. The 132 tiles that run at a time read few different rows.
+DEVICE Tile tile_at(const Params& p, int index) {
+    const int columns = p.n / BN, group = index / (ROW_GROUP * columns), left = index % (ROW_GROUP * columns);
+    const int rows = min(ROW_GROUP, p.m / BM - group * ROW_GROUP);
+    return {(group * ROW_GROUP + left % rows) * BM, left / rows * BN};
+}
+
+DEVICE void produce(const Params& p, int tiles) {
+    Ring ring;
+    for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
+        const Tile tile = tile_at(p, index);
+        for (int k = 0; k < p.k; k += BK, ++ring.passed) {
+            mbarrier_wait(ring.empty(), ring.parity() ^ 1);
+            mbarrier_arrive_expect_tx(ring.full(), STAGE_BYTES);
+            tma_load_2d(ring.a(), &p.a, ring.full(), k, tile.row);
+            tma_load_2d(ring.b(), &p.b, ring.full(), k, tile.column);
+        }
+    }
+}
+
+// acc[4j + 2h + i] of lane l in warp w of the four is row 16 w + 8 h + l / 4, column 8 j + 2 (l % 4) + i. Neighbouring lanes
+// exchange halves of two j, so that each stores 8 bytes and four lanes store a whole sector of 32.
+DEVICE void store(const Params& p, const float (&acc)[BN / 2], int row, int column) {
+    const int lane = threadIdx.x % 32, odd = lane % 2;
+    bf16* at = p.c + int64_t(row + threadIdx.x / 32 % 4 * 16 + lane / 4) * p.n + column + odd * 8 + lane % 4 / 2 * 4;
+#pragma unroll
+    for (int i = 0; i < BN / 2; i += 8)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const uint32_t first = pack_bf16(acc[i + 2 * h], acc[i + 2 * h + 1]);
+            const uint32_t second = pack_bf16(acc[i + 4 + 2 * h], acc[i + 5 + 2 * h]);
+            const uint32_t other = __shfl_xor_sync(~0u, odd ? first : second, 1);
+            const uint2 four = odd ? make_uint2(other, second) : make_uint2(first, other);
+            *reinterpret_cast<uint2*>(at + int64_t(h) * 8 * p.n + i * 2) = four;
+        }
+}
+
+DEVICE void consume(const Params& p, int tiles, int strip) {
+    const bool leads = threadIdx.x % 32 == 0;
+    float acc[BN / 2];
+    Ring ring;
+    for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
+        for (int k = 0; k < p.k; k += BK, ++ring.passed) {
+            mbarrier_wait(ring.full(), ring.parity());
+            const uint32_t a = descriptor_low(ring.a() + strip * WGMMA_M * SWIZZLE_ROW, 0), b = descriptor_low(ring.b(), 0);
+            pin_registers(acc);
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < BK / WGMMA_K; ++i)  // 16 elements of k further are 32 bytes, which a descriptor counts in 16
+                wgmma<0, 0>(acc, matrix_descriptor(a + 2 * i), matrix_descriptor(b + 2 * i), k > 0 || i > 0);
+            wgmma_commit_group();
+            wgmma_wait_group<1>();  // this stage's products go on, the stage before has been read
+            mbarrier_arrive_if(leads && k > 0, ring.before().empty());
+        }
+        wgmma_wait_group<0>();
+        pin_registers(acc);
+        mbarrier_arrive_if(leads, ring.before().empty());
+        const Tile tile = tile_at(p, index);
+        store(p, acc, tile.row + strip * WGMMA_M, tile.column);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) rung5(const __grid_constant__ Params p) {
+    if (threadIdx.x == 0) {
+        for (Ring ring; ring.passed < STAGES; ++ring.passed) {
+            mbarrier_init(ring.full(), 1);
+            mbarrier_init(ring.empty(), CONSUMERS * 4);  // an arrival of every warp that reads the stage
+        }
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+    const int tiles = p.m / BM * (p.n / BN), warpgroup = threadIdx.x / WARPGROUP;
+    if (warpgroup == 0) {
+        setmaxnreg_dec<40>();
+        if (threadIdx.x == 0) produce(p, tiles);
+    } else {
+        setmaxnreg_inc<232>();  // 40 + 2 * 232 = 3 * 168, which the CTA was launched with
+        consume(p, tiles, warpgroup - 1);
+    }
+}
