@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,18 +26,17 @@ from torch import Tensor
 from blazeproto import cost
 from blazeproto.gemm.compile import CUDA_SOURCES, Kernel, compile_in_subprocess
 from blazeproto.gemm.launch import Params, Plan, dense_box, num_sms
-from blazeproto.lab.accuracy import ROUNDING, STEP
+from blazeproto.lab.accuracy import ROUNDING, STEP, Reference
 from blazeproto.lab.target import Machine, MachineError, hosted
 from blazeproto.lab.timeline import Span, Timeline
 from blazeproto.lab.times import ROUNDS, interleaved_ms
+from blazeproto.lab.verdict import Comparison, Places, Verdict
 from blazeproto.runtime import driver
 from blazeproto.runtime.arch import AMPERE, Arch
 from blazeproto.runtime.target import device_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER, RESULTS = REPOSITORY / "docs" / "ladder", REPOSITORY / "results" / "h200" / "ladder.json"
-TIMED = (4096, 4096, 4096)  # m, n and k of `Rung.time`
-SHOWN = 2  # races of a repr
 NEAR = 12  # turns between two instructions that a picture joins
 KINDS = (
     ("bar.", "wait full"),
@@ -62,43 +61,17 @@ WORDS = {
 }
 
 
-@dataclass(frozen=True, repr=False)
-class Judgement:
-    """The result of a check; true if the kernel is right and free of races.
-
-    wrong: elements out of bounds, of ``elements``.  where: it ran.  races, error: found by the machine.
-    """
+class Speed(NamedTuple):
+    """A time of `Rung.time`; ms is None where nobody has measured. where: on which GPU, and when."""
 
     entry: str
-    where: str
-    wrong: int
-    elements: int
-    first: str = ""
-    races: tuple[str, ...] = ()
-    error: str = ""
-
-    def __bool__(self) -> bool:
-        return not (self.wrong or self.races or self.error)
-
-    def __repr__(self) -> str:
-        said = f"{self.entry}: {'right' if self else 'WRONG'} ({self.where})"
-        lines = [f"{said}. {self.wrong} of {self.elements} elements out of bounds{self.first}; {len(self.races)} races"]
-        return "\n".join([*lines, *self.races[:SHOWN], *([self.error] if self.error else [])])
-
-
-@dataclass(frozen=True, repr=False)
-class Speed:
-    """A measured time, or none. where: on which GPU, and when."""
-
-    entry: str
-    ms: float | None
+    ms: float | None = None
     tflops: float | None = None
     where: str = ""
 
     def __repr__(self) -> str:
-        if self.ms is None:
-            return f"{self.entry}: not measured yet"
-        return f"{self.entry}: {self.ms:.3f} ms, {self.tflops:.1f} TFLOP/s ({self.where})"
+        said = "not measured yet" if self.ms is None else f"{self.ms:.3f} ms, {self.tflops:.1f} TFLOP/s ({self.where})"
+        return f"{self.entry}: {said}"
 
 
 @dataclass(frozen=True)
@@ -123,25 +96,34 @@ class Rung:
     persistent: bool = False
     arch: Arch = AMPERE
 
-    # --- The problem: a rung with another one overrides these five ---------------------------------------------------------
+    # --- The problem: a rung with another one overrides these --------------------------------------------------------------
 
-    outputs = ("c",)
     numbers = ("m", "n", "k")
     """The struct's ints, whose values are the sizes."""
+    timed = (4096, 4096, 4096)
+    """Sizes of `time`."""
+    part = "matrix"
+    """The word of a verdict for what `Places.expert` counts."""
 
     def operands(self, sizes: tuple[int, ...], device: str) -> dict[str, Tensor]:
-        """All arrays of the kernel, in order; outputs are NaN."""
+        """All arrays of the kernel, in order."""
         m, n, k = sizes
         generator = torch.Generator(device).manual_seed(0)
         how: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
         a, b = (torch.randn(rows, k, generator=generator, **how) for rows in (m, n))
-        return {"a": a, "b": b, "c": torch.full((m, n), math.nan, **how)}
+        return {"a": a, "b": b, "c": torch.empty(m, n, **how)}
 
-    def exact(self, operands: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        """For each output the float64 result and the bound of its error."""
+    def exact(self, operands: dict[str, Tensor]) -> dict[str, Reference]:
+        """The float64 result of each output, and the bounds of its error."""
         a, b = operands["a"].double(), operands["b"].double()
         result, terms = a @ b.T, a.shape[1] / 16 + 16
-        return {"c": (result, ROUNDING * result.abs() + terms * STEP * (a.abs() @ b.abs().T))}
+        return {"c": Reference(result, ROUNDING * result.abs() + terms * STEP * (a.abs() @ b.abs().T))}
+
+    def places(self, output: Tensor) -> Places:
+        """The tiles of an output."""
+        rows, columns = (torch.arange(size, device=output.device) for size in output.shape)
+        zeros = torch.zeros_like(rows)
+        return Places((len(rows), len(columns)), zeros, rows, None, rows // self.tile[0], columns // self.tile[1])
 
     def work(self, sizes: tuple[int, ...]) -> tuple[float, float]:
         """Operations, and the least bytes."""
@@ -190,46 +172,41 @@ class Rung:
         """Whether the GPU that is here runs the kernel."""
         return torch.cuda.is_available() and self.arch.runs_on(torch.cuda.get_device_capability())
 
-    def check(self, *sizes: int, device: str | None = None, seed: int = 0) -> Judgement:
-        """Runs the kernel and compares each element with float64.
+    def check(self, *sizes: int, runs: int = 1, device: str | None = None) -> Verdict:
+        """Runs the kernel on poisoned outputs and compares each element with float64.
 
-        sizes: default ``sizes``.  device: "cuda", or "cpu" for the machine, which is the default without a GPU and for edited
-        sources.  seed: of the machine's schedule.
+        sizes: default ``sizes``.  runs: on the machine, run i with the schedule of seed i.
+        device: "cuda", or "cpu" for the machine, which is the default without a GPU and for edited sources.
         """
         numbers, edited = sizes or self.sizes, FOLDER not in self.path.parents
-        device = device or ("cuda" if self.on_gpu and not edited else "cpu")
-        operands, races, error = self.operands(numbers, device), tuple[str, ...](), ""
-        if device == "cpu":
+        on_machine = device == "cpu" if device else edited or not self.on_gpu
+        operands = self.operands(numbers, "cpu" if on_machine else "cuda")
+        references, races, errors = self.exact(operands), dict[str, None](), list[str]()
+        comparison = Comparison(references, {name: self.places(operands[name]) for name in references})
+        for seed in range(runs):
             machine = Machine(seed=seed)
+            for name in references:
+                operands[name].fill_(math.nan)
             try:
-                self._on(machine, operands, numbers)
-            except MachineError as stopped:
-                error = str(stopped.args[0])
-            races = tuple(dict.fromkeys(str(race) for report in machine.reports for race in report.races))
-        else:
-            self._launch(operands, numbers)
-        wrong = {name: ~((operands[name].double() - x).abs() <= b) for name, (x, b) in self.exact(operands).items()}
-        places = [(name, *map(int, found.nonzero()[0])) for name, found in wrong.items() if found.any()]
-        first = f", the first {places[0][0]}{[*places[0][1:]]}" if places else ""
-        count, of = (sum(int(part) for part in each) for each in zip(*((x.sum(), x.numel()) for x in wrong.values())))
-        shape = ", ".join(f"{name}={size}" for name, size in zip(self.numbers, numbers, strict=True))
-        where = f"{shape}; " + (f"on the machine, seed {seed}" if device == "cpu" else "on the GPU")
-        return Judgement(self.entry, where, count, of, first, races, error)
+                self._on(machine, operands, numbers) if on_machine else self._launch(operands, numbers)
+                comparison.add(operands)
+            except MachineError as error:
+                errors.append(f"seed {seed}: {error.args[0]}")
+            races |= {str(race): None for report in machine.reports for race in report.races}
+        found: dict[str, Any] = {"runs": runs, "races": tuple(races), "errors": tuple(errors), "on_machine": on_machine}
+        return replace(comparison.verdict(self.entry, part=self.part), **found)
 
     def time(self, rounds: int = ROUNDS) -> Speed:
-        """The time for 4096³ on the GPU that is here, a median over ``rounds`` rounds; without one, as results/h200 has it."""
+        """The time on the GPU that is here, a median over ``rounds`` rounds; without one, as results/h200 has it."""
         if self.on_gpu:
             operands = self.operands(self.timed, "cuda")
             ms = interleaved_ms({"": lambda: self._launch(operands, self.timed)}, rounds, queued=True)[""]
             return Speed(self.entry, ms, self.work(self.timed)[0] / ms / 1e9, torch.cuda.get_device_name())
-        rows = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
-        row = next((row for row in rows if row["entry"] == self.entry), None)
-        if row is None or FOLDER not in self.path.parents:
-            return Speed(self.entry, None)
-        return Speed(self.entry, row["ms"], row["tflops"], f"{row['of']['gpu']}; {row['of']['measured']}")
-
-    timed = TIMED
-    """Sizes of `time`."""
+        stored = RESULTS.exists() and FOLDER in self.path.parents
+        for row in json.loads(RESULTS.read_text())["rows"] if stored else []:
+            if row["entry"] == self.entry:
+                return Speed(self.entry, row["ms"], row["tflops"], f"{row['of']['gpu']}; {row['of']['measured']}")
+        return Speed(self.entry)
 
     def floor(self) -> float:
         """The least milliseconds of `time` on an H200, by its measured rates (`blazeproto.cost`)."""
@@ -268,8 +245,9 @@ class Rung:
         )
 
     def _launch(self, operands: dict[str, Tensor], numbers: tuple[int, ...]) -> None:
-        device, stream = torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
-        driver.launch(*self._filled({name: (x, x.data_ptr()) for name, x in operands.items()}, numbers, device), stream)
+        given = {name: (x, x.data_ptr()) for name, x in operands.items()}
+        function, grid, threads, smem = self._filled(given, numbers, torch.cuda.current_device())
+        driver.launch(function, grid, threads, smem, torch.cuda.current_stream().cuda_stream)
 
     def _on(self, machine: Machine, operands: dict[str, Tensor], numbers: tuple[int, ...]) -> None:
         arrays = {name: hosted(x) for name, x in operands.items()}
