@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, pairwise, takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +106,8 @@ class Timeline(Picture):
     """The spans of one CTA's warps: in the order in which they began, each warp's one after the other.
 
     kernel: its name.  unit: of time, "cycles" of a GPU or "steps" of the machine.  tile_begins: (warp, tile, cycle).
-    complete: False where a warp's memory for records was full before its last tile.
+    complete: False where a warp's memory for records was full before its last tile.  words: of the legend, in place of those
+    of `LOOKS`.
     """
 
     kernel: str
@@ -116,6 +117,7 @@ class Timeline(Picture):
     tile_begins: tuple[tuple[int, int, int], ...]
     complete: bool = True
     unit: str = "cycles"
+    words: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def warps(self) -> dict[int, str]:
@@ -183,7 +185,7 @@ class Timeline(Picture):
         ax.set_yticks([*rows.values()], [*labels.values()])
         ax.set_xlabel(f"time in {self.unit}; a black line: the warp's next tile begins", size=8)
         ax.grid(axis="x", color="#d0d0d0")
-        patches = [Patch(color=LOOKS[what][1], label=LOOKS[what][2]) for what in legend]
+        patches = [Patch(color=LOOKS[what][1], label=self.words.get(what, LOOKS[what][2])) for what in legend]
         made.legend(handles=patches, loc="outside lower left", ncols=2, frameon=False, fontsize=8)
         return made
 
@@ -203,7 +205,15 @@ class Timeline(Picture):
             letters = [LOOKS[cell.most_common(1)[0][0]][0] if cell else " " for cell in cells]
             row = ["|" if (warp, column) in begins else letter for column, letter in enumerate(letters)]
             lines.append(f"{label:{width}}  {''.join(row).rstrip()}")
-        lines += ["", *(f"  {LOOKS[what][0]}  {LOOKS[what][2]}" for what in self._legend() if what != OTHER), ""]
+        lines += [
+            "",
+            *(
+                f"  {LOOKS[what][0]}  {self.words.get(what, LOOKS[what][2])}"
+                for what in self._legend()
+                if what != OTHER
+            ),
+            "",
+        ]
         for role, shares in self.summary().items():
             lines.append(f"{role}: " + ", ".join(f"{what} {share:.0%}" for what, share in shares.items()))
         return "\n".join(lines)
