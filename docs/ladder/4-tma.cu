@@ -1,6 +1,6 @@
 // Rung 4: one thread copies whole boxes, and a barrier in shared memory counts the bytes that have landed.
 //
-//   C (M, N) bf16 = A (M, K) bf16 * B (N, K)^T bf16, sums in fp32. M, N, K: multiples of BM, BN, BK.
+//   C (m, n) = A (m, k) B (n, k)^T, all row-major bf16, sums in fp32. m, n, k: multiples of BM, BN, BK.
 //
 //   thread 0:  expect 48 KB on full[s], two TMA copies ---> | A 128x64 | B 256x64 |   stage s of 4
 //   8 warps:   wait full[s] -> ldmatrix, mma.sync -> arrive on empty[s]
@@ -16,7 +16,7 @@ constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2, STAGE_BYTES = A_BYTE
 constexpr int BARRIERS = STAGES * STAGE_BYTES;  // where they lie in shared memory, behind the stages
 constexpr int ROW_GROUP = 16;                   // row blocks of a tile order that keeps A and B in L2
 
-struct Params {
+struct Dense {
     TensorMap a, b;  // boxes of BM x BK and BN x BK, 128-byte swizzle
     bf16* c;
     int m, n, k;
@@ -25,24 +25,24 @@ struct Params {
 extern __shared__ __align__(1024) uint8_t shared[];
 
 // The ring, at one step of the reduction. A barrier's phase ends once for each round, so a wait names the round's parity.
-DEVICE uint32_t stage_at(int step) { return smem_address(shared) + step % STAGES * STAGE_BYTES; }
-DEVICE uint32_t full_at(int step) { return smem_address(shared) + BARRIERS + step % STAGES * 8; }
-DEVICE uint32_t empty_at(int step) { return full_at(step) + STAGES * 8; }
-DEVICE uint32_t parity_at(int step) { return step / STAGES % 2; }
+DEVICE uint32_t stage_at(uint32_t step) { return smem_address(shared) + step % STAGES * STAGE_BYTES; }
+DEVICE uint32_t full_at(uint32_t step) { return smem_address(shared) + BARRIERS + step % STAGES * 8; }
+DEVICE uint32_t empty_at(uint32_t step) { return full_at(step) + STAGES * 8; }
+DEVICE uint32_t parity_at(uint32_t step) { return step / STAGES % 2; }
 
 struct Tile {
     int row, column;
 };
 
 // Tiles in groups of ROW_GROUP row blocks; in a group column by column. The 132 tiles that run at a time read few different rows.
-DEVICE Tile tile_at(const Params& p, int index) {
+DEVICE Tile tile_at(const Dense& p, int index) {
     const int columns = p.n / BN, group = index / (ROW_GROUP * columns), left = index % (ROW_GROUP * columns);
     const int rows = min(ROW_GROUP, p.m / BM - group * ROW_GROUP);
     return {(group * ROW_GROUP + left % rows) * BM, left / rows * BN};
 }
 
 // By thread 0. In the first round the stage is empty: a wait for the parity before the first phase ends at once.
-DEVICE void load(const Params& p, const Tile& tile, int step) {
+DEVICE void load(const Dense& p, const Tile& tile, int step) {
     mbarrier_wait(empty_at(step), parity_at(step) ^ 1);
     fence_proxy_async();  // ldmatrix read the stage through the generic proxy, TMA writes through the async one
     mbarrier_arrive_expect_tx(full_at(step), STAGE_BYTES);
@@ -70,7 +70,7 @@ struct Fragments {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) rung4(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) tma(const __grid_constant__ Dense p) {
     const Tile tile = tile_at(p, blockIdx.x);
     const int steps = p.k / BK;
     if (threadIdx.x == 0) {

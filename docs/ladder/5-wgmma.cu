@@ -1,6 +1,6 @@
 // Rung 5: the tensor cores read shared memory themselves, and warps specialise.
 //
-//   C (M, N) bf16 = A (M, K) bf16 * B (N, K)^T bf16, sums in fp32. M, N, K: multiples of BM, BN, BK.
+//   C (m, n) = A (m, k) B (n, k)^T, all row-major bf16, sums in fp32. m, n, k: multiples of BM, BN, BK.
 //
 //   warpgroup 0, the producer            ring of 4 stages             warpgroups 1 and 2, the consumers
 //   one thread, TMA  ------------------> | A 128x64 | B 256x64 | ...   1: wgmma on rows 0..63 of the tile
@@ -17,7 +17,7 @@ constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2, STAGE_BYTES = A_BYTE
 constexpr int BARRIERS = STAGES * STAGE_BYTES;  // where they lie in shared memory, behind the stages
 constexpr int ROW_GROUP = 16;                   // row blocks of a tile order that keeps A and B in L2
 
-struct Params {
+struct Dense {
     TensorMap a, b;  // boxes of BM x BK and BN x BK
     bf16* c;
     int m, n, k;
@@ -25,45 +25,39 @@ struct Params {
 
 extern __shared__ __align__(1024) uint8_t shared[];
 
-// A thread's place in the ring. A barrier's phase is over once for each round, so a wait names the round's parity.
-struct Ring {
-    uint32_t passed = 0;  // stages so far
-    DEVICE uint32_t stage() const { return passed % STAGES; }
-    DEVICE uint32_t parity() const { return passed / STAGES % 2; }
-    DEVICE uint32_t a() const { return smem_address(shared) + stage() * STAGE_BYTES; }
-    DEVICE uint32_t b() const { return a() + A_BYTES; }
-    DEVICE uint32_t full() const { return smem_address(shared) + BARRIERS + stage() * 8; }
-    DEVICE uint32_t empty() const { return full() + STAGES * 8; }
-    DEVICE Ring before() const { return {passed - 1}; }
-};
+// The ring, by how many stages a thread has passed. A barrier's phase ends once a round, so a wait names the round's parity.
+DEVICE uint32_t stage_at(uint32_t passed) { return smem_address(shared) + passed % STAGES * STAGE_BYTES; }
+DEVICE uint32_t full_at(uint32_t passed) { return smem_address(shared) + BARRIERS + passed % STAGES * 8; }
+DEVICE uint32_t empty_at(uint32_t passed) { return full_at(passed) + STAGES * 8; }
+DEVICE uint32_t parity_at(uint32_t passed) { return passed / STAGES % 2; }
 
 struct Tile {
     int row, column;
 };
 
 // Tiles in groups of ROW_GROUP row blocks; in a group column by column. The 132 tiles that run at a time read few different rows.
-DEVICE Tile tile_at(const Params& p, int index) {
+DEVICE Tile tile_at(const Dense& p, int index) {
     const int columns = p.n / BN, group = index / (ROW_GROUP * columns), left = index % (ROW_GROUP * columns);
     const int rows = min(ROW_GROUP, p.m / BM - group * ROW_GROUP);
     return {(group * ROW_GROUP + left % rows) * BM, left / rows * BN};
 }
 
-DEVICE void produce(const Params& p, int tiles) {
-    Ring ring;
+DEVICE void produce(const Dense& p, int tiles) {
+    uint32_t passed = 0;
     for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
         const Tile tile = tile_at(p, index);
-        for (int k = 0; k < p.k; k += BK, ++ring.passed) {
-            mbarrier_wait(ring.empty(), ring.parity() ^ 1);
-            mbarrier_arrive_expect_tx(ring.full(), STAGE_BYTES);
-            tma_load_2d(ring.a(), &p.a, ring.full(), k, tile.row);
-            tma_load_2d(ring.b(), &p.b, ring.full(), k, tile.column);
+        for (int k = 0; k < p.k; k += BK, ++passed) {
+            mbarrier_wait(empty_at(passed), parity_at(passed) ^ 1);
+            mbarrier_arrive_expect_tx(full_at(passed), STAGE_BYTES);
+            tma_load_2d(stage_at(passed), &p.a, full_at(passed), k, tile.row);
+            tma_load_2d(stage_at(passed) + A_BYTES, &p.b, full_at(passed), k, tile.column);
         }
     }
 }
 
 // acc[4j + 2h + i] of lane l in warp w of the four is row 16 w + 8 h + l / 4, column 8 j + 2 (l % 4) + i. Neighbouring lanes
 // exchange halves of two j, so that each stores 8 bytes and four lanes store a whole sector of 32.
-DEVICE void store(const Params& p, const float (&acc)[BN / 2], int row, int column) {
+DEVICE void store(const Dense& p, const float (&acc)[BN / 2], int row, int column) {
     const int lane = threadIdx.x % 32, odd = lane % 2;
     bf16* at = p.c + int64_t(row + threadIdx.x / 32 % 4 * 16 + lane / 4) * p.n + column + odd * 8 + lane % 4 / 2 * 4;
 #pragma unroll
@@ -78,36 +72,37 @@ DEVICE void store(const Params& p, const float (&acc)[BN / 2], int row, int colu
         }
 }
 
-DEVICE void consume(const Params& p, int tiles, int strip) {
+DEVICE void consume(const Dense& p, int tiles, int strip) {
     const bool leads = threadIdx.x % 32 == 0;
     float acc[BN / 2];
-    Ring ring;
+    uint32_t passed = 0;
     for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
-        for (int k = 0; k < p.k; k += BK, ++ring.passed) {
-            mbarrier_wait(ring.full(), ring.parity());
-            const uint32_t a = descriptor_low(ring.a() + strip * WGMMA_M * SWIZZLE_ROW, 0), b = descriptor_low(ring.b(), 0);
+        for (int k = 0; k < p.k; k += BK, ++passed) {
+            mbarrier_wait(full_at(passed), parity_at(passed));
+            const uint32_t a = descriptor_low(stage_at(passed) + strip * WGMMA_M * SWIZZLE_ROW, 0);
+            const uint32_t b = descriptor_low(stage_at(passed) + A_BYTES, 0);
             pin_registers(acc);
             wgmma_fence();
 #pragma unroll
-            for (int i = 0; i < BK / WGMMA_K; ++i)  // 16 elements of k further are 32 bytes, which a descriptor counts in 16
+            for (int i = 0; i < BK / WGMMA_K; ++i)  // 16 elements of k are 32 bytes; descriptors count in 16
                 wgmma<0, 0>(acc, matrix_descriptor(a + 2 * i), matrix_descriptor(b + 2 * i), k > 0 || i > 0);
             wgmma_commit_group();
-            wgmma_wait_group<1>();  // this stage's products go on, the stage before has been read
-            mbarrier_arrive_if(leads && k > 0, ring.before().empty());
+            wgmma_wait_group<1>();  // this stage's products go on; those of the stage before are done
+            mbarrier_arrive_if(leads && k > 0, empty_at(passed - 1));
         }
         wgmma_wait_group<0>();
         pin_registers(acc);
-        mbarrier_arrive_if(leads, ring.before().empty());
+        mbarrier_arrive_if(leads, empty_at(passed - 1));
         const Tile tile = tile_at(p, index);
         store(p, acc, tile.row + strip * WGMMA_M, tile.column);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) rung5(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) specialised(const __grid_constant__ Dense p) {
     if (threadIdx.x == 0) {
-        for (Ring ring; ring.passed < STAGES; ++ring.passed) {
-            mbarrier_init(ring.full(), 1);
-            mbarrier_init(ring.empty(), CONSUMERS * 4);  // an arrival of every warp that reads the stage
+        for (int stage = 0; stage < STAGES; ++stage) {
+            mbarrier_init(full_at(stage), 1);
+            mbarrier_init(empty_at(stage), CONSUMERS * 4);  // an arrival of every warp that reads the stage
         }
         fence_mbarrier_init();
     }
