@@ -80,7 +80,7 @@ class Rung:
 
     file, entry: the .cu in docs/ladder, or any path, and its kernel.  tile: rows and columns of C that a CTA makes.
     threads, smem: of a CTA; dynamic shared memory in bytes.  sizes: m, n and k of a check.
-    boxes: (rows, columns) of the box of each operand that the kernel reaches by a tensor map; these are 64 elements wide.
+    boxes: the shape of the box of each operand that the kernel reaches by a tensor map, 64 elements wide.
     cluster: CTAs of a cluster.  persistent: whether the grid has at most one CTA for each multiprocessor.
     arch: the least that runs it.
     """
@@ -91,7 +91,7 @@ class Rung:
     threads: int
     sizes: tuple[int, ...]
     smem: int = 0
-    boxes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    boxes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     cluster: int = 1
     persistent: bool = False
     arch: Arch = AMPERE
@@ -119,8 +119,9 @@ class Rung:
         result, terms = a @ b.T, a.shape[1] / 16 + 16
         return {"c": Reference(result, ROUNDING * result.abs() + terms * STEP * (a.abs() @ b.abs().T))}
 
-    def places(self, output: Tensor) -> Places:
+    def places(self, operands: dict[str, Tensor], name: str) -> Places:
         """The tiles of an output."""
+        output = operands[name]
         rows, columns = (torch.arange(size, device=output.device) for size in output.shape)
         zeros = torch.zeros_like(rows)
         return Places((len(rows), len(columns)), zeros, rows, None, rows // self.tile[0], columns // self.tile[1])
@@ -182,7 +183,7 @@ class Rung:
         on_machine = device == "cpu" if device else edited or not self.on_gpu
         operands = self.operands(numbers, "cpu" if on_machine else "cuda")
         references, races, errors = self.exact(operands), dict[str, None](), list[str]()
-        comparison = Comparison(references, {name: self.places(operands[name]) for name in references})
+        comparison = Comparison(references, {name: self.places(operands, name) for name in references})
         for seed in range(runs):
             machine = Machine(seed=seed)
             for name in references:

@@ -1,13 +1,13 @@
-// Rung 4: one thread copies whole boxes, and a barrier in shared memory counts the bytes that have landed.
+// Rung 4. TMA: one thread copies whole boxes, and a barrier in shared memory counts the bytes that have landed.
 //
-//   C (m, n) = A (m, k) B (n, k)^T, all row-major bf16, sums in fp32. m, n, k: multiples of BM, BN, BK.
+//   C (m, n) = A (m, k) B (n, k)^T, all bf16 and row-major, sums in fp32. m, n and k are multiples of BM, BN and BK.
 //
-//   thread 0:  expect 48 KB on full[s], two TMA copies ---> | A 128x64 | B 256x64 |   stage s of 4
-//   8 warps:   wait full[s] -> ldmatrix, mma.sync -> arrive on empty[s]
-//   thread 0:  wait empty[s], and the stage is filled again
+//   thread 0    expects 48 KB at full[s], starts two copies ----> | A 128 x 64 | B 256 x 64 |   stage s of 4
+//   8 warps     wait for full[s], ldmatrix and mma.sync, arrive at empty[s]
+//   thread 0    waits for empty[s], and fills the stage again
 //
-// On rung 3 all threads compute addresses, copy 16 bytes at a time, and meet at a __syncthreads for each stage. Here a tensor map
-// has the addresses, the copy swizzles what it writes, and no warp waits for another but thread 0, one stage late.
+// On rung 3 all threads compute addresses, copy 16 bytes at a time, and meet at a __syncthreads in each step. Here a tensor map
+// has the addresses, the copy swizzles, and only thread 0 waits for other warps. The tile is larger: registers hold sums alone.
 #include "swizzle.cuh"
 
 constexpr int BM = 128, BN = 256, BK = 64, STAGES = 4;
@@ -34,7 +34,7 @@ struct Tile {
     int row, column;
 };
 
-// Tiles in groups of ROW_GROUP row blocks; in a group column by column. The 132 tiles that run at a time read few different rows.
+// Groups of ROW_GROUP row blocks; in a group column by column. So the 132 tiles that run at a time read few different rows.
 DEVICE Tile tile_at(const Dense& p, int index) {
     const int columns = p.n / BN, group = index / (ROW_GROUP * columns), left = index % (ROW_GROUP * columns);
     const int rows = min(ROW_GROUP, p.m / BM - group * ROW_GROUP);

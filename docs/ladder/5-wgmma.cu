@@ -1,14 +1,14 @@
-// Rung 5: the tensor cores read shared memory themselves, and warps specialise.
+// Rung 5. wgmma reads both operands from shared memory, and warps specialise.
 //
-//   C (m, n) = A (m, k) B (n, k)^T, all row-major bf16, sums in fp32. m, n, k: multiples of BM, BN, BK.
+//   C (m, n) = A (m, k) B (n, k)^T, all bf16 and row-major, sums in fp32. m, n and k are multiples of BM, BN and BK.
 //
-//   warpgroup 0, the producer            ring of 4 stages             warpgroups 1 and 2, the consumers
-//   one thread, TMA  ------------------> | A 128x64 | B 256x64 | ...   1: wgmma on rows 0..63 of the tile
-//                                          full[s]: bytes landed      2: wgmma on rows 64..127
-//                                          empty[s]: both have read
+//   warpgroup 0, the producer            ring of 4 stages                 warpgroups 1 and 2, the consumers
+//   one thread, TMA  ------------------> | A 128 x 64 | B 256 x 64 |  -->  1: wgmma on rows 0..63 of the tile
+//                                        full[s]: the bytes are there      2: wgmma on rows 64..127
+//                                        empty[s]: both have read
 //
-// One wgmma multiplies 64 x 16 by 16 x 256. Both operands come from shared memory, so no thread loads fragments; only the
-// sums are in registers, 128 of each thread of a warpgroup. The producer hands its registers to the consumers.
+// One wgmma multiplies 64 x 16 by 16 x 256. No thread loads fragments; only the sums are in registers, 128 of each thread. The
+// producer gives registers to the consumers, and fills the ring for the next tile while they store this one.
 #include "wgmma.cuh"
 
 constexpr int BM = 128, BN = 256, BK = 64, STAGES = 4;
@@ -25,7 +25,7 @@ struct Dense {
 
 extern __shared__ __align__(1024) uint8_t shared[];
 
-// The ring, by how many stages a thread has passed. A barrier's phase ends once a round, so a wait names the round's parity.
+// The ring, by the number of stages that a thread has passed. A barrier's phase ends once a round: a wait names its parity.
 DEVICE uint32_t stage_at(uint32_t passed) { return smem_address(shared) + passed % STAGES * STAGE_BYTES; }
 DEVICE uint32_t full_at(uint32_t passed) { return smem_address(shared) + BARRIERS + passed % STAGES * 8; }
 DEVICE uint32_t empty_at(uint32_t passed) { return full_at(passed) + STAGES * 8; }
@@ -35,7 +35,7 @@ struct Tile {
     int row, column;
 };
 
-// Tiles in groups of ROW_GROUP row blocks; in a group column by column. The 132 tiles that run at a time read few different rows.
+// Groups of ROW_GROUP row blocks; in a group column by column. So the 132 tiles that run at a time read few different rows.
 DEVICE Tile tile_at(const Dense& p, int index) {
     const int columns = p.n / BN, group = index / (ROW_GROUP * columns), left = index % (ROW_GROUP * columns);
     const int rows = min(ROW_GROUP, p.m / BM - group * ROW_GROUP);

@@ -1,4 +1,4 @@
-// Rung 6: all experts in one launch, rows gathered where they lie, SwiGLU on the sums.
+// Rung 6. All experts in one launch: rows gathered where they lie, tails, SwiGLU on the sums.
 //   act[r] = silu(x[token] W[e, :n]^T) * (x[token] W[e, n:]^T),  token = pairs[r] / top_k,  offsets[e] <= r < offsets[e + 1]
 //
 //   warpgroup 0, the producer             ring of 4 stages                  warpgroups 1 and 2, 64 rows each
@@ -6,11 +6,11 @@
 //   one thread, TMA        W boxes --------------------^
 //
 // An expert's last tile has rows past its end: they are zeros, never stored, and 64 of them are not multiplied. d: a multiple
-// of BK; n: of 8. blazeproto/gemm/cuda/up.cu is this kernel with all else that a layer needs.
+// of BK; n: of 2. blazeproto/gemm/cuda/up.cu is this kernel with all else that a layer needs.
 #include "wgmma.cuh"
-constexpr int BM = 128, BN = 256, BK = 64, STAGES = 4, UNITS = BN / 2;  // UNITS: columns of act in a tile
-constexpr int WARPGROUP = 128, A_BYTES = BM * BK * 2, STRIP_BYTES = A_BYTES / 2, B_BYTES = BN * BK * 2;
-constexpr int STAGE_BYTES = A_BYTES + B_BYTES, BARRIERS = STAGES * STAGE_BYTES, PASS_ROWS = WARPGROUP / CHUNKS_IN_ROW, PASSES = BM / PASS_ROWS;
+constexpr int BM = 128, BN = 256, BK = 64, STAGES = 4, UNITS = BN / 2, WARPGROUP = 128;  // UNITS: columns of act in a tile
+constexpr int A_BYTES = BM * BK * 2, STRIP_BYTES = A_BYTES / 2, B_BYTES = BN * BK * 2, STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr int BARRIERS = STAGES * STAGE_BYTES, PASS_ROWS = WARPGROUP / CHUNKS_IN_ROW, PASSES = BM / PASS_ROWS;
 
 struct Grouped {
     TensorMap w;  // (E, 2, n, d) in boxes of 1 x 2 x UNITS x BK: gate and up of the same units
@@ -90,7 +90,7 @@ DEVICE void consume(const Grouped& p, int strip) {
         for (int k = 0; !idle && k < p.d; k += BK, ++passed) {
             mbarrier_wait(full_at(passed), parity_at(passed));
             fence_proxy_async();  // cp.async wrote through the generic proxy, wgmma reads through the async one
-            const uint32_t a = descriptor_low(stage_at(passed) + strip * STRIP_BYTES, 0), b = descriptor_low(stage_at(passed) + A_BYTES, 0);
+            const uint32_t at = stage_at(passed), a = descriptor_low(at + strip * STRIP_BYTES, 0), b = descriptor_low(at + A_BYTES, 0);
             pin_registers(acc);
             wgmma_fence();
 #pragma unroll
