@@ -57,6 +57,32 @@ BLANKS = {
         "        cp_async_commit_group();\n",
         (128, 128, 256),
     ),
+    "refill": Blank(
+        "tma",
+        "Thread 0 waits for the slowest warp of the step before. Fill a stage two steps after its products instead, so that "
+        "this wait is rarely one.",
+        "        if (threadIdx.x == 0 && step > 0 && step + STAGES - 1 < steps) load(p, tile, step + STAGES - 1);\n",
+        (128, 256, 448),
+    ),
+    "in_flight": Blank(
+        "specialised",
+        "Keep the products of three stages under way instead of two: wait until two groups are left, and give back the stage "
+        "before the last one. Every stage of every tile has to be given back once. k is any multiple of 64.",
+        "            wgmma_wait_group<1>();  // this stage's products go on; those of the stage before are done\n"
+        "            mbarrier_arrive_if(leads && k > 0, empty_at(passed - 1));\n"
+        "        }\n"
+        "        wgmma_wait_group<0>();\n"
+        "        pin_registers(acc);\n"
+        "        mbarrier_arrive_if(leads, empty_at(passed - 1));\n",
+        (256, 768, 448),
+    ),
+    "width": Blank(
+        "grouped",
+        "Let d be any multiple of 8. TMA fills the columns past the end of W with zeros. The chunks of x past the end of a row "
+        "must be zeros too, and must not be read: after the last row there is nothing.",
+        "                cp_async_16(to + i * PASS_ROWS * SWIZZLE_ROW, rows[i] + k, row + i * PASS_ROWS < tile.row_end);\n",
+        (60, 136, 64, 2, 1),
+    ),
 }  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """The kernels of the ladder, by name, from the naive one on."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,14 +23,18 @@ class Grouped(Rung):
     def operands(self, sizes: tuple[int, ...], device: str) -> dict[str, Tensor]:
         tokens, d, n, experts, top_k = sizes
         generator = torch.Generator(device).manual_seed(0)
-        x = torch.randn(tokens, d, generator=generator, device=device)
-        w = torch.randn(experts, 2, n, d, generator=generator, device=device) / d**0.5
-        chosen = torch.rand(tokens, experts, generator=generator, device=device).topk(top_k).indices.flatten()
-        offsets = torch.zeros(experts + 1, dtype=torch.int32, device=device)
-        offsets[1:] = chosen.bincount(minlength=experts).cumsum(0)
-        pairs = chosen.argsort(stable=True).int()
-        act = torch.empty(tokens * top_k, n, dtype=torch.bfloat16, device=device)
-        return {"w": w.bfloat16(), "x": x.bfloat16(), "pairs": pairs, "offsets": offsets, "act": act}
+        how: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
+        x = torch.randn(tokens, d, generator=generator, **how)
+        w = torch.randn(experts, 2, n, d, generator=generator, **how) / d**0.5
+        pairs, offsets = (lists.to(device) for lists in self.routed(tokens, experts, top_k))
+        return {"w": w, "x": x, "pairs": pairs, "offsets": offsets, "act": torch.empty(tokens * top_k, n, **how)}
+
+    @staticmethod
+    def routed(tokens: int, experts: int, top_k: int) -> tuple[Tensor, Tensor]:
+        """The rows' pairs, and where each expert's rows begin: ``top_k`` random experts a token."""
+        chosen = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0)).topk(top_k).indices.flatten()
+        ends = chosen.bincount(minlength=experts).cumsum(0)
+        return chosen.argsort(stable=True).int(), torch.cat([torch.zeros(1), ends]).int()
 
     def exact(self, operands: dict[str, Tensor]) -> dict[str, Reference]:
         w, x, pairs = operands["w"].double(), operands["x"].double(), operands["pairs"]
@@ -76,7 +82,7 @@ RUNGS = {
             "tma",
             tile=(128, 256),
             threads=256,
-            sizes=(256, 256, 448),
+            sizes=(128, 256, 448),
             smem=RING_BYTES,
             boxes={"a": (128, 64), "b": (256, 64)},
             arch=HOPPER,
@@ -97,7 +103,7 @@ RUNGS = {
             "grouped",
             tile=(128, 128),
             threads=384,
-            sizes=(200, 320, 136, 3, 2),
+            sizes=(200, 320, 72, 3, 2),
             smem=RING_BYTES,
             boxes={"w": (1, 2, 128, 64)},
             persistent=True,

@@ -5,16 +5,19 @@ from pathlib import Path
 import pytest
 from blanks import BLANKS, fill
 from faults import FAULTS, faulty
-from rungs import RUNGS
+from rungs import RUNGS, Grouped
 from wrong_blanks import WRONG
 
 from blazeproto.lab import ladder
 
 SOLUTIONS = ladder.FOLDER / "solutions"
+SLOW = {"tma", "grouped"}  # seconds
 FILES = sorted(ladder.FOLDER.glob("*.cu"))
 
 
-@pytest.mark.parametrize("name", RUNGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] if name in SLOW else []) for name in RUNGS]
+)
 def test_a_rung_is_right_on_the_machine(name: str) -> None:
     verdict = RUNGS[name].check(device="cpu")
     assert verdict and verdict.on_machine, repr(verdict)
@@ -33,6 +36,47 @@ def test_a_rung_is_right_with_other_schedules_and_compiles_without_spills(name: 
 def test_the_ring_is_right_with_fewer_steps_than_stages(steps: int) -> None:
     verdict = RUNGS["ring"].check(128, 128, 64 * steps, device="cpu")
     assert verdict, repr(verdict)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["tma", "specialised"])
+@pytest.mark.parametrize("steps", [1, 3, 4, 9])
+def test_rings_are_right_with_any_number_of_steps(name: str, steps: int) -> None:
+    verdict = RUNGS[name].check(256, 256, 64 * steps, device="cpu")
+    assert verdict, repr(verdict)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (200, 320, 136, 3, 2),  # a second column block of 8 units
+        (40, 64, 128, 8, 1),  # few rows each, one stage a tile
+        (3, 128, 64, 9, 2),  # experts without a row
+        (300, 192, 130, 2, 2),  # every expert has every token
+    ],
+)
+def test_grouped_rows_are_right_whatever_an_expert_has(sizes: tuple[int, ...]) -> None:
+    verdict = RUNGS["grouped"].check(*sizes, runs=2, device="cpu")
+    assert verdict, repr(verdict)
+
+
+def test_rows_of_a_rung_are_an_experts() -> None:
+    pairs, offsets = Grouped.routed(200, 3, 2)
+    assert sorted(pairs.tolist()) == [*range(400)] and offsets.tolist()[::3] == [0, 400]
+    rung = RUNGS["grouped"]
+    places = rung.places(rung.operands(rung.sizes, "cpu"), "act")
+    assert places.expert.tolist() == sorted(places.expert.tolist()) and int(places.inside.max()) < max(offsets.diff())
+    assert rung.work(rung.timed)[0] == RUNGS["specialised"].work((4096, 4096, 4096))[0]
+    assert int(sum(-(-offsets.diff() // 128))) <= rung.tiles((200, 320, 72, 3, 2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["tma", "specialised", "grouped"])
+def test_consumers_start_with_the_registers_that_setmaxnreg_shares_out(name: str) -> None:
+    kernel = RUNGS[name].kernel
+    assert kernel.spills == 0 and "serialized" not in kernel.log
+    assert kernel.registers == 168 or name == "tma"
 
 
 def test_files_are_short() -> None:
@@ -57,8 +101,10 @@ def test_a_fault_is_found(name: str) -> None:
 
 @pytest.mark.full
 def test_faults_are_reported_where_they_are() -> None:
-    for name, line in (("tiles", "st.shared"), ("ring", "cp.async.cg")):
+    for name, line in (("tiles", "st.shared"), ("ring", "cp.async.cg"), ("specialised", "wgmma"), ("grouped", "wgmma")):
         assert any(line in race for race in faulty(name).check().races), name
+    (error,) = faulty("tma").check().errors
+    assert "-32768 bytes missing" in error
 
 
 @pytest.mark.full

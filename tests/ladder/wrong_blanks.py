@@ -1,5 +1,18 @@
 """Wrong solutions of the ladder's exercises, by what is wrong with them."""
 
+REFILL = "        if (threadIdx.x == 0 && step > {} && step + STAGES - {} < steps) load(p, tile, step + STAGES - {});\n"
+IN_FLIGHT = """            wgmma_wait_group<2>();
+            mbarrier_arrive_if(leads && {}, empty_at(passed - {}));
+        }}
+        wgmma_wait_group<0>();
+        pin_registers(acc);
+{}        mbarrier_arrive_if(leads, empty_at(passed - 1));
+"""
+BEFORE_LAST = "        mbarrier_arrive_if(leads{}, empty_at(passed - 2));\n"
+WIDTH = """                cp_async_16(to + i * PASS_ROWS * SWIZZLE_ROW, rows[i] + k,
+                            row + i * PASS_ROWS < tile.row_end{});
+"""
+
 WRONG = {
     "tails": {
         "zeros": "        const uint4 of_a = make_uint4(0, 0, 0, 0), of_b = of_a;\n",
@@ -35,5 +48,20 @@ WRONG = {
             "            copy(to + ahead % STAGES * STAGE_BYTES, a + ahead * BK, b + ahead * BK, rows_apart);\n"
             "            cp_async_commit_group();\n        }\n"
         ),
+    },
+    "refill": {
+        "a stage twice": REFILL.format(0, 2, 2),
+        "one stage never": REFILL.format(1, 1, 1),
+        "not the last one": REFILL.format(1, 1, 2),
+    },
+    "in_flight": {
+        "given back too early": IN_FLIGHT.format("k > 0", 1, ""),
+        "one is kept": IN_FLIGHT.format("k > BK", 2, ""),
+        "from the first step on": IN_FLIGHT.format("k > 0", 2, BEFORE_LAST.format(" && p.k > BK")),
+    },
+    "width": {
+        "reads on": WIDTH.format(""),
+        "no part of a step": WIDTH.format(" && k + BK <= p.d"),
+        "chunks as numbers": WIDTH.format(" && k + chunk < p.d"),
     },
 }
