@@ -61,6 +61,13 @@ WORDS = {
 }
 
 
+class Turns(Timeline):
+    """A picture of a rung, in turns."""
+
+    def _legend(self) -> dict[str, str]:
+        return {what: WORDS[what] for what in super()._legend()}
+
+
 class Speed(NamedTuple):
     """A time of `Rung.time`; ms is None where nobody has measured. where: on which GPU, and when."""
 
@@ -213,7 +220,7 @@ class Rung:
         """The least milliseconds of `time` on an H200, by its measured rates (`blazeproto.cost`)."""
         return cost.floor_ms(*self.work(self.timed))
 
-    def picture(self, *sizes: int, roles: tuple[str, ...] = ()) -> Timeline:
+    def picture(self, *sizes: int, roles: tuple[str, ...] = ()) -> Turns:
         """The instructions of one CTA's warps on the machine. In a turn every warp makes one, unless it waits: an order, no time.
 
         sizes: default one tile, and the k of ``sizes``.  roles: names of the warps' parts, one a warp.
@@ -240,10 +247,8 @@ class Rung:
             if not moved:
                 stepper.step()  # something that is under way happens
             turn += 1
-        found = tuple(span for own in spans for span in own)
-        return Timeline(
-            self.entry, 0, 1, found, tuple((warp, 0, 0) for warp in range(count)), unit="turns", words=WORDS
-        )
+        begins = tuple((warp, 0, 0) for warp in range(count))
+        return Turns(self.entry, 0, 1, tuple(span for own in spans for span in own), begins, unit="turns")
 
     def _launch(self, operands: dict[str, Tensor], numbers: tuple[int, ...]) -> None:
         given = {name: (x, x.data_ptr()) for name, x in operands.items()}

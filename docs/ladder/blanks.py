@@ -45,7 +45,10 @@ BLANKS = {
         "columns 8 to 15 of the first 8 k, lanes 16 to 31 the same of the second 8 k. Give mma.sync the right registers.",
         "                mma_m16n8k16(sums[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);\n",
         (128, 128, 64),
-        {"column + 16 * j + lane % 8 + lane / 16 * 8, 2 * step + lane / 8 % 2": "column + 16 * j + lane % 16, 2 * step + lane / 16"},
+        {
+            "column + 16 * j + lane % 8 + lane / 16 * 8, 2 * step + lane / 8 % 2":
+            "column + 16 * j + lane % 16, 2 * step + lane / 16",
+        },
     ),
     "groups": Blank(
         "ring",

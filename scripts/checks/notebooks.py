@@ -1,4 +1,4 @@
-"""Run the notebooks of the tutorial and of the ladder from top to bottom, each in a process of its own, and store what they print.
+"""Run the notebooks of tutorial and ladder from top to bottom, each in a process of its own, and store what they print.
 
     python -m scripts.checks.notebooks
 

@@ -139,7 +139,7 @@ def test_an_edited_rung_is_compiled_from_its_own_source() -> None:
 
 @pytest.mark.parametrize("text", ["no such text", "float"])
 def test_an_edit_replaces_a_text_that_stands_once(text: str) -> None:
-    with pytest.raises(ValueError, match="replacements: expected a text that 1-threads.cu has once"):
+    with pytest.raises(ValueError, match=r"replacements: expected a text that 1-threads\.cu has once"):
         RUNGS["threads"].edited({text: ""})
 
 
