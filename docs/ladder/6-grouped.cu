@@ -64,7 +64,7 @@ DEVICE void produce(const Grouped& p) {
     }
 }
 
-DEVICE float swiglu(float gate, float up) { return (0.5f * gate * tanh_approx(0.5f * gate) + 0.5f * gate) * up; }
+DEVICE float swiglu(float gate, float up) { return 0.5f * gate * (1.0f + tanh_approx(0.5f * gate)) * up; }
 DEVICE void store(const Grouped& p, const float (&acc)[BN / 2], const Tile& tile, int strip) {
     const int lane = threadIdx.x % 32, row = tile.row + strip * WGMMA_M + threadIdx.x / 32 % 4 * 16 + lane / 4;
 #pragma unroll
