@@ -87,8 +87,9 @@ class Rung:
 
     file, entry: the .cu in docs/ladder, or any path, and its kernel.  tile: rows and columns of C that a CTA makes.
     threads, smem: of a CTA; dynamic shared memory in bytes.  sizes: m, n and k of a check.
-    boxes: the shape of the box of each operand that the kernel reaches by a tensor map, 64 elements wide.
-    cluster: CTAs of a cluster.  persistent: whether the grid has at most one CTA for each multiprocessor.
+    boxes: the shape of the box of each operand that the kernel reaches by a tensor map; its rows have 64 elements.
+    cluster: CTAs of a cluster, which the source states as ``__cluster_dims__``.
+    persistent: whether the grid has at most one CTA for each multiprocessor.
     arch: the least that runs it.
     """
 
