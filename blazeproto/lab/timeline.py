@@ -183,7 +183,7 @@ class Timeline(Picture):
         ax.set_yticks([*rows.values()], [*labels.values()])
         ax.set_xlabel(f"time in {self.unit}; a black line: the warp's next tile begins", size=8)
         ax.grid(axis="x", color="#d0d0d0")
-        patches = [Patch(color=LOOKS[what][1], label=LOOKS[what][2]) for what in legend]
+        patches = [Patch(color=LOOKS[what][1], label=said) for what, said in legend.items()]
         made.legend(handles=patches, loc="outside lower left", ncols=2, frameon=False, fontsize=8)
         return made
 
@@ -203,7 +203,7 @@ class Timeline(Picture):
             letters = [LOOKS[cell.most_common(1)[0][0]][0] if cell else " " for cell in cells]
             row = ["|" if (warp, column) in begins else letter for column, letter in enumerate(letters)]
             lines.append(f"{label:{width}}  {''.join(row).rstrip()}")
-        lines += ["", *(f"  {LOOKS[what][0]}  {LOOKS[what][2]}" for what in self._legend() if what != OTHER), ""]
+        lines += ["", *(f"  {LOOKS[what][0]}  {said}" for what, said in self._legend().items() if what != OTHER), ""]
         for role, shares in self.summary().items():
             lines.append(f"{role}: " + ", ".join(f"{what} {share:.0%}" for what, share in shares.items()))
         return "\n".join(lines)
@@ -219,9 +219,9 @@ class Timeline(Picture):
         tiles = len({tile for _, tile, _ in self.tile_begins})  # it may compute fewer than were asked for
         return f"{self.kernel}, CTA {self.cta}: {tiles} tiles, {self.cycles} {self.unit}{cut}"
 
-    def _legend(self) -> list[str]:
+    def _legend(self) -> dict[str, str]:
         seen = {what for warp in self.warps for what, _, _ in self.innermost(warp)}
-        return [what for what in LOOKS if what in seen]
+        return {what: said for what, (_, _, said) in LOOKS.items() if what in seen}
 
 
 # --- From records to spans ---------------------------------------------------------------------------------------------------

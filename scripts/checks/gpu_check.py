@@ -93,6 +93,7 @@ STEPS = {
     "tune": Step("python -m scripts.bench.products --tune --time-budget 330", 6.5),
     "dispatch": Step("python -m scripts.bench.dispatch", 4),
     "rounding": Step("python -m scripts.bench.rounding --quick", 4, "python -m scripts.bench.rounding", 8),
+    "ladder": Step("python -m scripts.bench.ladder", 1),
     "few_tokens": Step("python -m scripts.bench.few_tokens --quick", 1, "python -m scripts.bench.few_tokens", 1),
     "paper": Step("python -m scripts.bench.paper all --time-budget 480", 9.5),
     "models": Step("python -m scripts.bench.models all --time-budget 480", 9.5),

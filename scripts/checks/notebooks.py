@@ -1,4 +1,4 @@
-"""Run the tutorial's notebooks from top to bottom, each in a process of its own, and store what they print.
+"""Run the notebooks of tutorial and ladder from top to bottom, each in a process of its own, and store what they print.
 
     python -m scripts.checks.notebooks
 
@@ -16,14 +16,14 @@ from typing import Any
 from scripts.bench.common import REPOSITORY, RESULTS, provenance, write_json
 from scripts.command import argument_parser, has_hopper
 
-TUTORIAL = REPOSITORY / "docs" / "tutorial"
+TUTORIAL, LADDER = (REPOSITORY / "docs" / name for name in ("tutorial", "ladder"))
 STORED = "tutorial.json"
 SECONDS = 120  # a cell may take
 
 
-def notebooks() -> list[Path]:
-    """The tutorial, in order."""
-    return sorted(TUTORIAL.glob("*.ipynb"))
+def notebooks(folder: Path = TUTORIAL) -> list[Path]:
+    """Those of a folder, in order."""
+    return sorted(folder.glob("*.ipynb"))
 
 
 def run(path: Path) -> Any:
@@ -72,7 +72,7 @@ def main() -> None:
 
     stored = RESULTS / STORED
     cells: dict[str, Any] = json.loads(stored.read_text())["cells"] if stored.exists() else {}
-    for path in notebooks():
+    for path in [*notebooks(), *notebooks(LADDER)]:
         notebook = run(path)
         print(f"ran {path.name}")
         if has_hopper():
