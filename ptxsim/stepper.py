@@ -30,11 +30,13 @@ FLOATS = {32: np.float32, 64: np.float64}
 class Stepper:
     """One launch; arguments and options as for `ptxsim.schedule.start`. cta: below, of the cluster that runs.
 
-    report: of what has run.  result: of the call that made the launch, by `Machine.step`.
+    report: of what has run.  result, kernel: of the call that made the launch, and its kernel, by `Machine.step`.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._launch, self.result = (arguments, options), None
+        self._launch = arguments, options
+        self.result: Any = None
+        self.kernel: Any = None
         self._asked: list[
             tuple[tuple[int, int] | None, bool]
         ] = []  # of each step: the warp and its CTA, whether it ran
@@ -130,6 +132,10 @@ class Stepper:
         warps = ctas[_index("cta", cta, len(ctas), ", of the cluster that runs")].warps
         return warps[_index("warp", number, len(warps))]
 
+    def warps(self, cta: int = 0) -> int:
+        """How many a CTA has. ValueError for a CTA that does not exist."""
+        return len(self._warp(0, cta).cta.warps)
+
     def next(self, warp: int = 0, cta: int = 0) -> Statement:
         """The instruction that a warp has before it. ValueError for a warp that does not exist."""
         of = self._warp(warp, cta)
@@ -162,12 +168,12 @@ class Stepper:
         return layout.holding(*self.shared(begin + layout.start, layout.bytes, cta))
 
     def reads(self, warpgroup: int = 0, cta: int = 0) -> dict[str, "Operand"]:
-        """The operands of the last wgmma that a warp of a warpgroup has issued, as they lie in shared memory; {} before the first.
+        """The operands of the last wgmma that a warpgroup has issued, as they lie in shared memory; {} before the first.
 
         ValueError for a warpgroup that does not exist.
         """
-        products = self._warp(WARPS * warpgroup, cta).cta.warpgroups[warpgroup].products
-        return {name: Operand(name, places) for name, places in zip("AB", products[-1].reads if products else ())}
+        issued = self._warp(WARPS * warpgroup, cta).cta.warpgroups[warpgroup].products[-1:]
+        return {name: Operand(name, places) for one in issued for name, places in zip("AB", one.reads, strict=True)}
 
     def accumulators(self, warpgroup: int = 0, cta: int = 0) -> dict[str, np.ndarray]:
         """The sums of a warpgroup's wgmma so far, fp32 (64, N), by the name of the first register that it goes to.
@@ -216,10 +222,19 @@ class Operand(NamedTuple):
     name: str
     places: np.ndarray
 
+    @property
+    def first(self) -> int:
+        """The first byte."""
+        return int(self.places.min())
+
+    @property
+    def last(self) -> int:
+        """The last byte."""
+        return int(self.places.max()) + BYTES // self.places.shape[1] - 1
+
     def __repr__(self) -> str:
-        (rows, depth), first = self.places.shape, int(self.places.min())
-        last = int(self.places.max()) + BYTES // depth
-        return f"{self.name}: {rows} x {depth}, {rows * BYTES} of the bytes {first} to {last - 1}"
+        rows, depth = self.places.shape
+        return f"{self.name}: {rows} x {depth}, {rows * BYTES} of the bytes {self.first} to {self.last}"
 
 
 class Value(NamedTuple):
