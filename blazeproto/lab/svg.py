@@ -23,7 +23,9 @@ INCH = 72  # units of an SVG that matplotlib writes
 PATH = re.compile(r"(<path\b[^>]*)/>")
 HINT = "The pointer on a span: what it is. Wheel: zoom. Drag: move. Double click: all again."
 LINES = 5  # of the text below a drawing
-INTERACTIVE = """<div><style>.blazeproto-drawing path:has(> title):hover {stroke: #000 !important; stroke-width: 1 !important}</style>
+INTERACTIVE = """<div><style>
+  .blazeproto-drawing path:has(> title):hover {stroke: #000 !important; stroke-width: 1 !important}
+</style>
 %s<pre style="min-height: %dem; margin: 0; line-height: 1.3; white-space: pre-wrap">%s</pre><script>(box => {
   const svg = box.querySelector("svg"), text = box.querySelector("pre"), {x, y, width, height} = svg.viewBox.baseVal;
   const all = [x, y, width, height];
