@@ -19,7 +19,9 @@ RIGHT, WRONG = (Verdict("up_forward", 1, (), {}, (), errors=errors) for errors i
 
 def test_stored_times_are_those_of_the_results() -> None:
     record = json.loads((ROOT / "results/h200/tune.json").read_text())
-    assert STORED == "H200, 24 November 2026" and record["measured"].startswith("2026-11-24") and "H200" in record["gpu"]
+    assert (
+        STORED == "H200, 24 November 2026" and record["measured"].startswith("2026-11-24") and "H200" in record["gpu"]
+    )
     for model, sizes in MODELS.items():
         cfg = {name: size for name, size in sizes._asdict().items() if name != "halves"}
         rows = {row["product"]: min(row["ms"].values()) for row in record["rows"] if row["cfg"] == cfg}
