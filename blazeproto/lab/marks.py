@@ -1,7 +1,7 @@
 """The marks of timeline.cuh: their kinds, and the source lines and the instruction of each, read off the kernel's PTX.
 
-A mark stores a constant, its edge and kind. PTX has that constant, and the chain of lines by which the mark was inlined. The
-instructions between a begin and its end are those of the span. So a GPU's timeline and one in steps have the same table.
+A mark stores a constant, its edge and kind. PTX has that constant, and the chain of lines by which the mark was inlined. A
+span has the instructions between its begin and its end. So a GPU's timeline and one in steps have the same table.
 """
 
 import re
@@ -52,7 +52,7 @@ TELLING = (
 
 
 class Marked(NamedTuple):
-    """What lies between a begin and its end. file, first, last: of the marks' lines.  outer: where these were inlined."""
+    """A begin and its end. file, first, last: of the marks' lines.  outer: where these were inlined."""
 
     file: str
     first: int

@@ -33,10 +33,10 @@ USUAL = {"activation": "swiglu", "routing": "uniform", "precision": "bf16", "con
 
 @dataclass(frozen=True, repr=False)
 class Score:
-    """What a check and a time on a model's layer gave. True if the kernel is right.
+    """A check and a time on a model's layer. True if the kernel is right.
 
-    verdict: on the model's layer; without a Hopper GPU on the workbench's own sizes.  times: None where none were measured.
-    stored: the package's kernel on an H200, or None.  lacking: why there are no times.
+    verdict: on the model's layer; without a Hopper GPU on the workbench's own sizes.  times: None without a measurement.
+    stored: the package's kernel on an H200, or None.  lacking: the reason for no times.
     """
 
     model: str
@@ -47,7 +47,7 @@ class Score:
 
     @property
     def share(self) -> float | None:
-        """Of the floor's speed, 1 being as fast as can be; None without times, and for a GPU whose rates are not known."""
+        """The share of the floor's speed, 1 being as fast as can be; None without times or rates of this GPU."""
         return self.times.share if self.times else None
 
     def __bool__(self) -> bool:

@@ -171,7 +171,7 @@ class Timeline(Picture):
         return made
 
     def titles(self) -> dict[str, list[str]]:
-        """What hovering over a span shows: warp, activity, times, source lines, and the instruction that the span is about."""
+        """Texts that hovering over a span shows: warp, activity, times, source lines, and the instruction that it is about."""
         return {BAND.format(*band): [self._title(span) for span in spans] for band, spans in self._bands().items()}
 
     def _title(self, span: Span) -> str:

@@ -52,7 +52,7 @@ class Screen(NamedTuple):
 
 
 def tour(screen: Screen) -> None:
-    """All parts, in order. Where a compiler or ptxsim is missing it says how to install it, and goes on."""
+    """All parts, in order. It says how to install a compiler or ptxsim that is missing, and goes on."""
     begin = time.perf_counter()
     screen.say(f"{WORDS[0]}\n")
     screen.show(view(build_dispatch(np.array(CHOSEN, np.int32), EXPERTS)))
