@@ -173,7 +173,7 @@ class Stepper:
         ValueError for a warpgroup that does not exist.
         """
         issued = self._warp(WARPS * warpgroup, cta).cta.warpgroups[warpgroup].products[-1:]
-        return {name: Operand(name, places) for one in issued for name, places in zip("AB", one.reads, strict=True)}
+        return {name: Operand(name, places) for one in issued for name, places in zip("AB", one.places(), strict=True)}
 
     def accumulators(self, warpgroup: int = 0, cta: int = 0) -> dict[str, np.ndarray]:
         """The sums of a warpgroup's wgmma so far, fp32 (64, N), by the name of the first register that it goes to.

@@ -5,7 +5,7 @@ Until a wait, the accumulators are nobody's: reading or writing them is an error
 instructions wrote since the last wgmma.fence.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -22,7 +22,7 @@ BYTES = 32  # of a row of an operand, which is K of one wgmma
 
 
 class Multiplication(Transaction):
-    """One wgmma of a warpgroup. given: its descriptors and scale-d.  reads: places in shared memory of A's and B's elements.
+    """One wgmma of a warpgroup. given: its descriptors and scale-d.  reads: A and B, as `matrices.operand_addresses` takes them.
 
     issued: of each warp its accumulators' first values, or None where D = A B + D goes on.
     """
@@ -34,10 +34,14 @@ class Multiplication(Transaction):
         group: "Warpgroup",
         run: "Callable[[Multiplication], None]",
         given: tuple[int, ...],
-        reads: list[np.ndarray],
+        reads: list[tuple[matrices.Descriptor, int, int, bool, int]],
     ) -> None:
         self.issued, self.given, self.reads = dict[int, np.ndarray | None](), given, reads
         super().__init__(warp, step, [lambda: run(self)], (group,), group, missing=WARPS)
+
+    def places(self) -> Iterator[np.ndarray]:
+        """The places in shared memory of A's elements and of B's, int64 (rows, K): of the first byte of each."""
+        return (matrices.operand_addresses(*operand) - SHARED_BASE for operand in self.reads)
 
 
 class Warpgroup:
@@ -126,7 +130,7 @@ def _multiply(instruction: Statement, step: Compiled) -> Run:
         first = [product.issued[i] for i in range(WARPS)]
         going_on = any(one is None for one in first)
         sums = group.sums[registers] if going_on else matrices.fragment_to_matrix(np.array(first))
-        left, right = (operand(warp, *one, product) for one in zip(product.reads, transposed, strict=True))
+        left, right = (operand(warp, *one, product) for one in zip(product.places(), transposed, strict=True))
         group.sums[registers] = multiplied(left, right, sums)
 
     def run(warp: Warp, running: np.ndarray | None) -> None:
@@ -137,10 +141,7 @@ def _multiply(instruction: Statement, step: Compiled) -> Run:
         number, going_on = group.groups[mine][-1], registers[0] in warp.in_flight
         if number == len(group.products):
             how = zip(map(matrices.Descriptor.decode, given), (64, n), transposed, strict=True)
-            reads = [
-                matrices.operand_addresses(one, rows, depth, bool(across), word.itemsize) - SHARED_BASE
-                for one, rows, across in how
-            ]
+            reads = [(one, rows, depth, bool(across), word.itemsize) for one, rows, across in how]
             group.products.append(Multiplication(warp, step, group, partial(happen, warp), (*given, adds), reads))
         product = group.products[number]
         differ = product.given != (*given, adds) or any((values != values[0]).any() for values in lanes)
