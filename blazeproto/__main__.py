@@ -66,8 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # where its encoding lacks a character that a table has
     given = parser.parse_args(arguments)
     try:
-        runs = {"tour": run_tour, "doctor": run_doctor, "tune": run_tune, "bench": run_bench, "kernels": run_kernels}
-        return runs[given.command](given)
+        return {
+            "tour": run_tour,
+            "doctor": run_doctor,
+            "tune": run_tune,
+            "bench": run_bench,
+            "kernels": run_kernels,
+        }[given.command](given)
     except ValueError as error:  # what the package says of the arguments
         parser.error(str(error))
     except (ImportError, OSError) as error:
@@ -114,9 +119,9 @@ def waiting(text: str) -> AbstractContextManager[Any]:
 
 
 def run_tour(given: argparse.Namespace) -> int:
-    from blazeproto.lab.tour import Screen, tour
+    from blazeproto.lab.tour import tour
 
-    tour(Screen(show, say, waiting))
+    tour(show, say, waiting)
     return 0
 
 

@@ -19,7 +19,7 @@ _HOME_OF = {
     "explain": "explanation",
     "fragment": "layouts",
     "machine_code": "sass",
-    "ring": "ring",
+    "ring": "views",
     "swizzle": "layouts",
 }
 _MOVED = ("run", "run_together", "step", "tensor_map")  # to ptxsim; to be removed after one release

@@ -20,13 +20,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INCH = 72  # units of an SVG that matplotlib writes
-PATH = re.compile(r"(<path\b[^>]*)/>")
-HINT = "The pointer on a span: what it is. Wheel: zoom. Drag: move. Double click: all again."
-LINES = 5  # of the text below a drawing
 INTERACTIVE = """<div><style>
   .blazeproto-drawing path:has(> title):hover {stroke: #000 !important; stroke-width: 1 !important}
 </style>
-%s<pre style="min-height: %dem; margin: 0; line-height: 1.3; white-space: pre-wrap">%s</pre><script>(box => {
+%s<pre style="min-height: 6em; margin: 0; line-height: 1.3; white-space: pre-wrap">
+The pointer on a span: what it is. Wheel: zoom. Drag: move. Double click: all again.</pre><script>(box => {
   const svg = box.querySelector("svg"), text = box.querySelector("pre"), {x, y, width, height} = svg.viewBox.baseVal;
   const all = [x, y, width, height];
   let view = all, held = null;
@@ -56,7 +54,9 @@ INTERACTIVE = """<div><style>
 
 
 class Picture:
-    """A picture: a drawing in a notebook, text in a terminal."""
+    """A picture: a drawing in a notebook, text in a terminal. titles: of the parts of a group, by its name in the drawing."""
+
+    titles: Mapping[str, Sequence[str]] = {}
 
     def figure(self) -> Figure:
         """The drawing, which belongs to no window."""
@@ -72,29 +72,26 @@ class Picture:
             self.figure().savefig(file, format="svg", metadata={"Date": None})
         _, begin, rest = file.getvalue().partition("<svg")
         made = begin + rest
-        for group, titles in self.titles().items():
+        for group, titles in self.titles.items():
             before, name, after = made.partition(f'<g id="{group}">')
-            made = before + name + _titled(after, titles)
+            first, *parts = re.split(r"(<path\b[^>]*)/>", after, maxsplit=len(titles))
+            named = zip(parts[::2], map(escape, titles), parts[1::2], strict=True)
+            made = (
+                before
+                + name
+                + first
+                + "".join(f"{path}><title>{title}</title></path>{rest}" for path, title, rest in named)
+            )
         return made
 
-    def titles(self) -> Mapping[str, Sequence[str]]:
-        """The titles of the parts of a group, by its name in the drawing."""
-        return {}
-
     def _repr_html_(self) -> str:
-        return INTERACTIVE % (self.svg(), LINES, HINT) if self.titles() else self.svg()
+        return INTERACTIVE % self.svg() if self.titles else self.svg()
 
     def save(self, path: str | Path) -> Path:
         """Write the drawing to a file; its path."""
         path = Path(path)
         path.write_text(self.svg())
         return path
-
-
-def _titled(paths: str, titles: Sequence[str]) -> str:
-    """SVG whose first paths get these titles."""
-    own = iter(titles)
-    return PATH.sub(lambda path: f"{path[1]}><title>{escape(next(own))}</title></path>", paths, count=len(titles))
 
 
 def blank(width: float, height: float, title: str) -> tuple[Figure, Axes]:

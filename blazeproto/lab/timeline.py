@@ -57,7 +57,6 @@ COLUMNS = 100  # of the text
 WIDTH, ROW = 1100, 24  # of the drawing and of a warp's row, SVG units
 HEIGHT, INSET = 0.75, 0.15  # of a warp's spans, of its row, and by which a nested one is lower at either edge
 OTHER = "other"
-BAND = "warp {}, depth {}"  # the name of a warp's spans in the drawing
 Records = Sequence[Sequence[tuple[int, int]]]
 
 
@@ -148,7 +147,8 @@ class Timeline(Picture):
         made, ax = blank(WIDTH, ROW * (len(rows) + len(legend) / 2 + 5), self._heading())
         from matplotlib.patches import Patch
 
-        for (warp, depth), spans in self._bands().items():
+        for band, spans in self._bands().items():
+            warp, depth = spans[0].warp, spans[0].depth
             height = max(HEIGHT - 2 * INSET * max(0, depth - 1), INSET)
             ax.broken_barh(
                 [(span.begin, span.cycles) for span in spans],
@@ -157,7 +157,7 @@ class Timeline(Picture):
                 edgecolors="face",  # so that no span vanishes
                 linewidth=0.3,
                 zorder=depth + 1,
-                gid=BAND.format(warp, depth),
+                gid=band,
             )
         for warp, tile, clock in self.tile_begins:
             ax.vlines(clock, rows[warp] - 0.5, rows[warp] + 0.5, "black", zorder=10)
@@ -170,20 +170,25 @@ class Timeline(Picture):
         made.legend(handles=patches, loc="outside lower left", ncols=2, frameon=False, fontsize=8)
         return made
 
-    def titles(self) -> dict[str, list[str]]:
+    @property
+    def titles(self) -> dict[str, list[str]]:  # type: ignore[override]
         """Texts that hovering over a span shows: warp, activity, times, source lines, and the instruction that it is about."""
-        return {BAND.format(*band): [self._title(span) for span in spans] for band, spans in self._bands().items()}
+        return {
+            band: [
+                f"{span.role}, warp {span.warp}: {span.what}\n{span.cycles} {self.unit}, {span.begin} to {span.end}"
+                f"{f', tile {span.tile}' * (span.tile >= 0)}\n"
+                + self.sources.get((span.role.split()[0], span.what.removesuffix(" under mma")), "")
+                for span in spans
+            ]
+            for band, spans in self._bands().items()
+        }
 
-    def _title(self, span: Span) -> str:
-        what = span.what.removesuffix(" under mma")
-        source = self.sources.get(("" if what in ROLES else span.role.split()[0], what), "")
-        times = f"{span.cycles} {self.unit}, {span.begin} to {span.end}" + f", tile {span.tile}" * (span.tile >= 0)
-        return f"{span.role}, warp {span.warp}: {span.what}\n{times}\n{source}".rstrip()
-
-    def _bands(self) -> dict[tuple[int, int], list[Span]]:
+    def _bands(self) -> dict[str, list[Span]]:
         """Spans by warp and depth, which are drawn together."""
-        bands = sorted({(span.warp, span.depth) for span in self.spans})
-        return {band: [span for span in self.spans if (span.warp, span.depth) == band] for band in bands}
+        ordered = sorted(self.spans, key=lambda span: (span.warp, span.depth))
+        return {
+            name: [*spans] for name, spans in groupby(ordered, lambda span: f"warp {span.warp}, depth {span.depth}")
+        }
 
     def __repr__(self) -> str:
         """A line a warp, a letter for what it did most of the time; | where it goes on to the next tile."""
@@ -205,8 +210,6 @@ class Timeline(Picture):
         for role, shares in self.summary().items():
             lines.append(f"{role}: " + ", ".join(f"{what} {share:.0%}" for what, share in shares.items()))
         return "\n".join(lines)
-
-    # --- Parts of pictures ------------------------------------------------------------------------------------
 
     def _labels(self) -> dict[int, str]:
         """By warp."""
@@ -323,8 +326,7 @@ def record(launch: Callable[[], object], *, tiles: int = 3, cta: int = 0) -> Tim
     recorded, and computes the same as ever.  cta: its number in the grid.
 
     TypeError or ValueError for arguments that are none of these; ValueError where a call launches several kernels made of
-    tiles; RuntimeError where nothing was recorded: it launches none, or the grid has no such CTA.
-    """
+    tiles; RuntimeError where nothing was recorded: it launches none, or the grid has no such CTA."""
     if not callable(launch):
         raise TypeError(f"launch: expected a callable, got {type(launch).__name__}")
     checks.integer("tiles", tiles, 1)
@@ -357,18 +359,17 @@ def record(launch: Callable[[], object], *, tiles: int = 3, cta: int = 0) -> Tim
         raise ValueError(f"launch: expected one kernel made of tiles, got {names}")
     if not found:
         raise RuntimeError(f"CTA {cta} recorded nothing: the grid has none of that number, or the call has no tiles")
-    kernel, records = found[0]
+    (kernel, records), *_ = found
     return parse(records, kernel=kernel.entry, cta=cta, tiles=tiles, sources=marked(kernel.ptx, kernel.entry))
 
 
 def record_steps(launch: Callable[[Machine], object], *, tiles: int = 3, cta: int = 0) -> Timeline:
     """The same of a product on the machine, in steps: instructions of all warps of the cluster, one after another.
 
-    launch: calls one product, compiled with the clock reads, on the machine that it is given. The schedule
-    decides which warp goes on: the picture shows an order, no time.
+    launch: calls one product, compiled with the clock reads, on the machine that it is given. The schedule decides which warp
+    goes on: the picture shows an order, no time.
 
-    TypeError or ValueError for tiles or a CTA that are none; RuntimeError where nothing was recorded.
-    """
+    TypeError or ValueError for tiles or a CTA that are none; RuntimeError where nothing was recorded."""
     checks.integer("tiles", tiles, 1)
     checks.integer("cta", cta, 0)
     records = np.zeros((WARPS, RECORDS, 2), np.uint32)

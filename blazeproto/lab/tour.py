@@ -5,11 +5,7 @@ It needs no GPU and writes to a temporary folder alone. The last part needs ptxs
 
 import re
 import tempfile
-import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,77 +15,68 @@ from blazeproto.gemm.compile import CompileError
 from blazeproto.lab.edit import EditedSources, line_of
 from blazeproto.lab.views import view
 
-CHOSEN, EXPERTS = [[2, 3], [0, 1], [0, 3], [1, 2], [0, 3]], 4
-PRODUCT, SIZES = "up_forward", {"T": 100, "d": 64, "n": 64, "E": 2, "K": 1}
-FILE = "varlen_m.cuh"
-BEFORE, AFTER = (f"{name}(ring.full_barrier());" for name in ("cp_async_mbarrier_arrive", "mbarrier_arrive"))
-PLACE = re.compile(r"([\w.]+\.cuh?):(\d+)")
-WORDS = (
-    "1 of 4. Dispatch: five tokens choose two of four experts each. Rows are not copied: lists say where each token is.",
-    "2 of 4. The kernel of the up projection gathers rows by these lists. NVRTC compiles it for a Hopper GPU.",
-    "3 of 4. An edit, in a copy of the sources: the producer says that a stage is full, and its copies may still be on the way.",
-    "4 of 4. ptxsim interprets the edited kernel's PTX, without a GPU, and watches for races.",
-)
-FOUND = """The first line writes a stage, the second one multiplies it, and nothing orders the two. A GPU may still give the right
+TEXTS = (
+    """1 of 4. Dispatch: five tokens choose two of four experts each. Rows are not copied: lists say where each token is.
+""",
+    """
+2 of 4. The kernel of the up projection gathers rows by these lists. NVRTC compiles it for a Hopper GPU.
+""",
+    """
+3 of 4. An edit, in a copy of the sources: the producer says that a stage is full, and its copies may still be on the way.
+
+{diff}
+4 of 4. ptxsim interprets the edited kernel's PTX, without a GPU, and watches for races.
+""",
+    """
+The first line writes a stage, the second one multiplies it, and nothing orders the two. A GPU may still give the right
 result, run after run. With the line as it was:
-"""
-NEXT = """To go on, in IPython:
+""",
+    """
+To go on, in IPython:
 
     from blazeproto.lab import Workbench
     bench = Workbench("up_forward", T=100, d=64, n=64, E=2, K=1)
     bench.edit("my_kernels")   # change my_kernels/up.cu, then
     bench.check()              # right, or where it is wrong
     bench.timeline()           # what each warp did, and when
-    bench.score()              # one number to beat, on a Hopper GPU"""
+    bench.score()              # one number to beat, on a Hopper GPU""",
+)
 
 
-class Screen(NamedTuple):
-    """How a tour speaks. show: a view.  say: a text.  waiting: on a terminal, while something takes long, of a text."""
+def tour(show: Any, say: Any, waiting: Any) -> None:
+    """All parts, in order. It says how to install a compiler or ptxsim that is missing, and goes on.
 
-    show: Callable[[Any], None]
-    say: Callable[[str], None]
-    waiting: Callable[[str], AbstractContextManager[Any]]
-
-
-def tour(screen: Screen) -> None:
-    """All parts, in order. It says how to install a compiler or ptxsim that is missing, and goes on."""
-    begin = time.perf_counter()
-    screen.say(f"{WORDS[0]}\n")
-    screen.show(view(build_dispatch(np.array(CHOSEN, np.int32), EXPERTS)))
-    screen.say(f"\n{WORDS[1]}\n")
-    try:
-        with screen.waiting("compiling up.cu, some seconds"):
-            kernel = gemm.kernel_for(PRODUCT).compile()
-        screen.show(view(kernel))
-    except CompileError as error:
-        screen.say(f"It can't be compiled here. {error}")
+    show: called with views.  say: with texts.  waiting: a context on a terminal, of a text, while something takes long.
+    """
+    say(TEXTS[0])
+    show(view(build_dispatch(np.array([[2, 3], [0, 1], [0, 3], [1, 2], [0, 3]], np.int32), 4)))
+    say(TEXTS[1])
     with tempfile.TemporaryDirectory() as folder:
-        sources = EditedSources.copied(Path(folder) / "cuda")
-        path = sources.folder / FILE
+        sources = EditedSources.copied(f"{folder}/cuda")
+        path = sources.folder / "varlen_m.cuh"
         text = path.read_text()
-        path.write_text(text.replace(BEFORE, AFTER))
-        screen.say(f"\n{WORDS[2]}\n\n{sources.diff()}\n{WORDS[3]}\n")
         try:
-            _check(screen, sources.folder)
-            path.write_text(text)
-            screen.say(FOUND)
-            _check(screen, sources.folder)
+            with waiting("compiling up.cu, some seconds"):
+                kernel = gemm.kernel_for("up_forward").compile()
+            show(view(kernel))
+            for words, source in zip(
+                TEXTS[2:4], (text.replace("cp_async_mbarrier_arrive", "mbarrier_arrive"), text), strict=True
+            ):
+                path.write_text(source)
+                say(words.format(diff=sources.diff()))
+                say(checked(sources.folder))
         except (CompileError, ImportError) as error:
-            screen.say(f"This can't run here. {error}")
-    screen.say(f"\n{time.perf_counter() - begin:.0f} seconds. {NEXT}")
+            say(f"This can't run here. {error}")
+    say(TEXTS[4])
 
 
-def _check(screen: Screen, folder: Path) -> None:
-    """Says what a check of the sources in a folder finds: of each race the lines, as they are there."""
+def checked(folder: Any) -> str:
+    """The findings of a check of the sources in a folder: of each race the lines, as they are there."""
     from blazeproto.lab.workbench import Workbench
 
-    bench = Workbench(PRODUCT, **SIZES, device="cpu").reopen(folder)  # type: ignore[arg-type]
-    with screen.waiting("compiling it"):
-        bench.kernel.compile()
-    verdict = bench.check()
-    screen.say(verdict.summary)
-    for line in "\n".join((*verdict.errors, *verdict.races)).splitlines():
-        screen.say(line)
-        if place := PLACE.search(line):
-            screen.say(f"    {place[2]:>4} | {line_of(folder / place[1], int(place[2]))}")
-    screen.say("")
+    verdict = Workbench("up_forward", T=100, d=64, n=64, E=2, K=1, device="cpu").reopen(folder).check()
+    return re.sub(
+        r"(?m)^ *([\w.]+\.cuh?):(\d+).*$",
+        lambda at: f"{at[0]}\n    {at[2]:>4} | {line_of(folder / at[1], int(at[2]))}",
+        "\n".join((verdict.summary, *verdict.errors, *verdict.races)),
+    )

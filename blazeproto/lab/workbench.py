@@ -40,11 +40,10 @@ from blazeproto.lab.calls import CALLS, Poisoned, everything_read, sums_of, told
 from blazeproto.lab.counters import HardwareCounters, counters
 from blazeproto.lab.edit import EditedSources
 from blazeproto.lab.oracle import ROUTINGS, YARDSTICK, evaluate, make_case, pad_rows
-from blazeproto.lab.score import Score, score
 from blazeproto.lab.target import Machine
 from blazeproto.lab.timeline import MACRO as TIMELINE
 from blazeproto.lab.timeline import Timeline, record, record_steps
-from blazeproto.lab.times import ROUNDS, Times, gpu_here, interleaved_ms
+from blazeproto.lab.times import ROUNDS, Times, gpu_here, interleaved_ms, score
 from blazeproto.lab.verdict import Comparison, Places, Verdict, places_of
 from blazeproto.runtime import arch, checks
 
@@ -287,11 +286,11 @@ class Workbench:
     def _floor_ms(self, gpu: str) -> float:
         return cost.product_floor_ms(self.product, self.sizes, gpu, self.precision)
 
-    def score(self, model: str = "Qwen3-30B-A3B") -> Score:
-        """One number to beat: the share of the floor's speed on a layer of a model of `lab.score.MODELS`, after a check there.
+    def score(self, model: str = "Qwen3-30B-A3B") -> Times:
+        """One number to beat, ``share`` of what this returns: of the floor's speed, on a layer of a model (`lab.times.MODELS`).
 
-        Without a Hopper GPU it checks its own sizes on the machine, and shows the stored time of the package's kernel.
-        ValueError for another model; NotImplementedError for a block-sparse product."""
+        The kernel is checked there first: ValueError for a wrong one, and for another model. RuntimeError without a Hopper GPU,
+        with the stored share of the package's kernel."""
         return score(self, model)
 
     def timeline(self, tiles: int = 3, cta: int = 0) -> Timeline:

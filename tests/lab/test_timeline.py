@@ -132,7 +132,10 @@ def test_the_drawing(picture: timeline.Timeline, tmp_path: Path) -> None:
 
 def test_titles_tell_warp_times_and_source(picture: timeline.Timeline) -> None:
     """One of each span, in the order in which they are drawn; a nested one has its own."""
-    lines = {("consumer", "mma"): "mainloop.cuh:175  multiply();\nwgmma.mma_async", ("", "consumer"): "kernel.cuh:247"}
+    lines = {
+        ("consumer", "mma"): "mainloop.cuh:175  multiply();\nwgmma.mma_async",
+        ("consumer", "consumer"): "kernel.cuh:247",
+    }
     root = ElementTree.fromstring(replace(picture, sources=lines).svg())
     space = "{http://www.w3.org/2000/svg}"
     groups = {group.get("id"): group for group in root.iter(f"{space}g")}
@@ -140,7 +143,7 @@ def test_titles_tell_warp_times_and_source(picture: timeline.Timeline) -> None:
     assert titles[0] == "consumer 0, warp 4: mma\n1700 cycles, 0 to 1700, tile 0\n" + lines["consumer", "mma"]
     assert [title.split(": ")[1].split("\n")[0] for title in titles if title] == [*("mma", "hand-over") * 3]
     assert groups["warp 4, depth 0"].findtext(f".//{space}title", "").endswith("0 to 6000\nkernel.cuh:247")
-    assert all(len(titles) == len([*groups[name].iter(f"{space}title")]) for name, titles in picture.titles().items())
+    assert all(len(titles) == len([*groups[name].iter(f"{space}title")]) for name, titles in picture.titles.items())
 
 
 def test_a_browser_shows_titles_zooms_and_moves(picture: timeline.Timeline, tmp_path: Path) -> None:
@@ -230,9 +233,7 @@ def test_clocks_are_read_with_the_macro_alone(nvdisasm: None, name: str) -> None
     assert after.sass.count("HGMMA") == before.sass.count("HGMMA")
     assert "timeline_records" in after.ptx and "timeline_cta" in after.ptx
     found = marked(after.ptx, after.entry)
-    assert {what for role, what in found if not role} >= {"producer", "consumer"} and not marked(
-        before.ptx, before.entry
-    )
+    assert {("producer", "producer"), ("consumer", "consumer")} <= {*found} and not marked(before.ptx, before.entry)
     assert "wgmma.mma_async" in found["consumer", "mma"] and "mainloop.cuh:" in found["consumer", "mma"]
     for role, barrier in (("consumer", "full_barrier"), ("producer", "empty_barrier")):
         line, instruction = found[role, "wait full" if role == "consumer" else "wait empty"].splitlines()
