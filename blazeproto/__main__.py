@@ -1,5 +1,6 @@
 """Commands of the package.
 
+python -m blazeproto tour                    the first minute: a dispatch, a kernel, an edit and a race, without a GPU
 python -m blazeproto doctor                  what works on this machine, what is missing, and the command that mends it
 python -m blazeproto doctor --check          oracle checks of the kernels on this GPU; after a failure "auto" takes torch here
 python -m blazeproto tune T,d,n,E,K          times the ampere backend's tiles on this GPU and keeps the fastest
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     as_json = Parser(add_help=False)
     as_json.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
+    commands.add_parser("tour", help="a dispatch, a kernel, an edit and a race, in a minute and without a GPU")
     doctor = commands.add_parser("doctor", parents=[as_json], help="what works; exit code 1 where something is missing")
     doctor.add_argument("--check", action="store_true", help="check the kernels on this GPU; exit code 1 if any fails")
 
@@ -64,9 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # where its encoding lacks a character that a table has
     given = parser.parse_args(arguments)
     try:
-        return {"doctor": run_doctor, "tune": run_tune, "bench": run_bench, "kernels": run_kernels}[given.command](
-            given
-        )
+        return {
+            "tour": run_tour,
+            "doctor": run_doctor,
+            "tune": run_tune,
+            "bench": run_bench,
+            "kernels": run_kernels,
+        }[given.command](given)
     except ValueError as error:  # what the package says of the arguments
         parser.error(str(error))
     except (ImportError, OSError) as error:
@@ -110,6 +116,13 @@ def waiting(text: str) -> AbstractContextManager[Any]:
 
 
 # --- The commands ----------------------------------------------------------------------------------------------------------
+
+
+def run_tour(given: argparse.Namespace) -> int:
+    from blazeproto.lab.tour import tour
+
+    tour(show, say, waiting)
+    return 0
 
 
 def run_doctor(given: argparse.Namespace) -> int:

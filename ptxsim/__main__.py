@@ -31,7 +31,7 @@ from ptxsim import CompileError, MachineError, Report, Stepper, compile, run, st
 from ptxsim.checks import expect
 
 ARRAY = re.compile(r"(\w+)\[([\d,]+)\](?:=(.+))?")
-COMMANDS = ("step", "until", "finish", "next", "registers", "barriers", "shared", "accumulators")
+COMMANDS = ("step", "until", "back", "finish", "next", "registers", "barriers", "shared", "reads", "accumulators")
 ABOUT_COMMANDS = f"""step by step: {", ".join(COMMANDS)}, with the arguments of Stepper's methods, as in "step 10",
 "until st.shared", "registers 1 31" (warp, lane), "shared 0 64" (begin, bytes); an empty line is "step 1"; "quit" ends it"""
 

@@ -5,6 +5,8 @@ stepper.until("wgmma.mma_async")       # or a source line: until("mainloop.cuh:1
 stepper.step(10)                       # of the warps that the schedule chooses
 stepper.step(10, warp=4)               # of this one, as far as it can go
 stepper.registers(warp=4, lane=31)
+stepper.reads(warpgroup=1)             # the bytes of shared memory that its last wgmma reads
+stepper.back(10)                       # ten instructions back
 """
 
 from typing import Any, NamedTuple
@@ -14,12 +16,12 @@ import numpy as np
 from ptxsim import matrices
 from ptxsim.barriers import Mbarrier
 from ptxsim.checks import expect, integer
-from ptxsim.memory import IN_WINDOW, SHARED_BASE, WINDOW
+from ptxsim.memory import IN_WINDOW, SHARED_BASE, WINDOW, Block
 from ptxsim.operands import registers_of
 from ptxsim.ptx import Statement
 from ptxsim.schedule import Report, start
 from ptxsim.warp import LANES, Warp
-from ptxsim.wgmma import WARPS
+from ptxsim.wgmma import BYTES, WARPS
 
 SHOWN = 8  # registers of an instruction
 FLOATS = {32: np.float32, 64: np.float64}
@@ -28,15 +30,24 @@ FLOATS = {32: np.float32, 64: np.float64}
 class Stepper:
     """One launch; arguments and options as for `ptxsim.schedule.start`. cta: below, of the cluster that runs.
 
-    report: of what has run.  result: of the call that made the launch, by `Machine.step`.
+    report: of what has run.  result, kernel: of the call that made the launch, and its kernel, by `Machine.step`.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.report, self._schedules = start(*arguments, **options)
-        self._schedule = next(self._schedules)
-        self._last: dict[Warp, Statement] = {}
+        self._launch = arguments, options
         self.result: Any = None
-        self.done = False
+        self.kernel: Any = None
+        self._asked: list[
+            tuple[tuple[int, int] | None, bool]
+        ] = []  # of each step: the warp and its CTA, whether it ran
+        self._before: list[tuple[Block, Any, Any]] = []  # the arrays as they were before the first of them
+        self._begin()
+
+    def _begin(self) -> None:
+        arguments, options = self._launch
+        self.report, self._schedules = start(*arguments, **options)
+        self._schedule, self.done = next(self._schedules), False
+        self._last: dict[Warp, Statement] = {}
 
     # --- Going on ----------------------------------------------------------------------------------------------------------
 
@@ -45,10 +56,28 @@ class Stepper:
 
         ValueError for a warp that does not exist. Raises what `run` raises.
         """
-        chosen = None if warp is None else self._warp(warp, cta)
+        if warp is not None:
+            self._warp(warp, cta)
         for _ in range(integer("count", count, least=1)):
-            if not self._one(chosen):
+            if not self._noted(None if warp is None else (warp, cta)):
                 break
+        return self
+
+    def back(self, count: int = 1) -> "Stepper":
+        """So many of the instructions back that `step` and `until` ran; what `finish` ran counts as none.
+
+        The launch begins anew, with the arrays as they were, and runs the others again. ValueError for more than have run.
+        """
+        ran = [place for place, (_, ran) in enumerate(self._asked) if ran]
+        expect("count", integer("count", count, least=1) <= len(ran), f"at most {len(ran)}, as many as have run", count)
+        again, self._asked = self._asked[: ran[-count]], []
+        for block, held, written in self._before:
+            block.bytes[:] = held
+            if written is not None:
+                block.written[:] = written
+        self._begin()
+        for chosen, _ in again:
+            self._noted(chosen)
         return self
 
     def until(self, text: str, most: int = 10**7) -> "Stepper":
@@ -57,7 +86,7 @@ class Stepper:
         RuntimeError where the launch ends, or ``most`` instructions have run, without one. Raises what `run` raises.
         """
         for _ in range(integer("most", most, least=1)):
-            last = self._one(None)
+            last = self._noted(None)
             if last is None:
                 break
             if text in last.text or text in str(last.line):
@@ -69,6 +98,15 @@ class Stepper:
         while self._one(None, float("inf")):
             pass
         return self.report
+
+    def _noted(self, chosen: tuple[int, int] | None) -> Statement | None:
+        """One instruction, of a warp and its CTA, that `back` can take back."""
+        if not self._before:
+            blocks = [block for block in self._launch[1]["memory"].blocks if not block.read_only]
+            self._before = [(b, b.bytes.copy(), None if b.written is None else b.written.copy()) for b in blocks]
+        made = self._one(self._warp(*chosen) if chosen else None)
+        self._asked.append((chosen, made is not None))
+        return made
 
     def _one(self, chosen: Warp | None, count: float = 1) -> Statement | None:
         """The instruction that has run last, of this many."""
@@ -93,6 +131,10 @@ class Stepper:
         ctas = self._schedule.clusters[0].ctas
         warps = ctas[_index("cta", cta, len(ctas), ", of the cluster that runs")].warps
         return warps[_index("warp", number, len(warps))]
+
+    def warps(self, cta: int = 0) -> int:
+        """How many a CTA has. ValueError for a CTA that does not exist."""
+        return len(self._warp(0, cta).cta.warps)
 
     def next(self, warp: int = 0, cta: int = 0) -> Statement:
         """The instruction that a warp has before it. ValueError for a warp that does not exist."""
@@ -124,6 +166,14 @@ class Stepper:
     def stage(self, layout: Any, begin: int = 0, cta: int = 0) -> Any:
         """A stage read by a layout. layout: has start, bytes, holding(data, written).  begin: of the stage."""
         return layout.holding(*self.shared(begin + layout.start, layout.bytes, cta))
+
+    def reads(self, warpgroup: int = 0, cta: int = 0) -> dict[str, "Operand"]:
+        """The operands of the last wgmma that a warpgroup has issued, as they lie in shared memory; {} before the first.
+
+        ValueError for a warpgroup that does not exist.
+        """
+        issued = self._warp(WARPS * warpgroup, cta).cta.warpgroups[warpgroup].products[-1:]
+        return {name: Operand(name, places) for one in issued for name, places in zip("AB", one.places(), strict=True)}
 
     def accumulators(self, warpgroup: int = 0, cta: int = 0) -> dict[str, np.ndarray]:
         """The sums of a warpgroup's wgmma so far, fp32 (64, N), by the name of the first register that it goes to.
@@ -164,6 +214,27 @@ def _index(name: str, value: int, count: int, of: str = "") -> int:
     """``value``, of an argument of this name, where it is one of this many."""
     expect(name, 0 <= integer(name, value) < count, f"0 to {count - 1}{of}", value)
     return value
+
+
+class Operand(NamedTuple):
+    """wgmma's A (64, K) or B (N, K). places: in shared memory, of each element's first byte, int64 (rows, K)."""
+
+    name: str
+    places: np.ndarray
+
+    @property
+    def first(self) -> int:
+        """The first byte."""
+        return int(self.places.min())
+
+    @property
+    def last(self) -> int:
+        """The last byte."""
+        return int(self.places.max()) + BYTES // self.places.shape[1] - 1
+
+    def __repr__(self) -> str:
+        rows, depth = self.places.shape
+        return f"{self.name}: {rows} x {depth}, {rows * BYTES} of the bytes {self.first} to {self.last}"
 
 
 class Value(NamedTuple):

@@ -5,7 +5,7 @@ Until a wait, the accumulators are nobody's: reading or writing them is an error
 instructions wrote since the last wgmma.fence.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -22,7 +22,7 @@ BYTES = 32  # of a row of an operand, which is K of one wgmma
 
 
 class Multiplication(Transaction):
-    """One wgmma of a warpgroup. given: its descriptors and scale-d.
+    """One wgmma of a warpgroup. given: its descriptors and scale-d.  reads: A and B, as `matrices.operand_addresses` takes them.
 
     issued: of each warp its accumulators' first values, or None where D = A B + D goes on.
     """
@@ -34,9 +34,14 @@ class Multiplication(Transaction):
         group: "Warpgroup",
         run: "Callable[[Multiplication], None]",
         given: tuple[int, ...],
+        reads: list[tuple[matrices.Descriptor, int, int, bool, int]],
     ) -> None:
-        self.issued, self.given = dict[int, np.ndarray | None](), given
+        self.issued, self.given, self.reads = dict[int, np.ndarray | None](), given, reads
         super().__init__(warp, step, [lambda: run(self)], (group,), group, missing=WARPS)
+
+    def places(self) -> Iterator[np.ndarray]:
+        """The places in shared memory of A's elements and of B's, int64 (rows, K): of the first byte of each."""
+        return (matrices.operand_addresses(*operand) - SHARED_BASE for operand in self.reads)
 
 
 class Warpgroup:
@@ -110,24 +115,22 @@ def _multiply(instruction: Statement, step: Compiled) -> Run:
     transposed = transposed or [0, 0]
     uniform = [known(step, a, UINT64), known(step, b, UINT64), known(step, scale_d, BOOL)]
 
-    def operand(
-        warp: Warp, described: matrices.Descriptor, rows: int, transposed: int, product: Multiplication
-    ) -> np.ndarray:
+    def operand(warp: Warp, places: np.ndarray, transposed: int, product: Multiplication) -> np.ndarray:
         shared = warp.cta.shared  # a descriptor's address is that inside its CTA
-        places = matrices.operand_addresses(described, rows, depth, bool(transposed), word.itemsize) - SHARED_BASE
         if places.min() < 0 or places.max() + word.itemsize > shared.size:
-            raise step.error(warp, f"a matrix at {described.address:#x} beyond shared memory of {shared.size} bytes")
+            start = int(places[0, 0]) + SHARED_BASE
+            raise step.error(warp, f"a matrix at {start:#x} beyond shared memory of {shared.size} bytes")
         chunks = places[::8] if transposed else places[:, :: depth // 2]  # of 16 bytes, in every layout
         warp.cta.races.read(shared, chunks.reshape(-1), 16, product, step)
         # Rows that nobody wrote are multiplied too: true kernels do, and store nothing of them.
-        return shared.seen_by_async(bytes_at(places.reshape(-1), word.itemsize)).view(word).reshape(rows, depth)
+        return shared.seen_by_async(bytes_at(places.reshape(-1), word.itemsize)).view(word).reshape(places.shape)
 
-    def happen(warp: Warp, given: list[matrices.Descriptor], product: Multiplication) -> None:
+    def happen(warp: Warp, product: Multiplication) -> None:
         group, _ = _of(warp)
         first = [product.issued[i] for i in range(WARPS)]
         going_on = any(one is None for one in first)
         sums = group.sums[registers] if going_on else matrices.fragment_to_matrix(np.array(first))
-        left, right = (operand(warp, *one, product) for one in zip(given, (64, n), transposed, strict=True))
+        left, right = (operand(warp, *one, product) for one in zip(product.places(), transposed, strict=True))
         group.sums[registers] = multiplied(left, right, sums)
 
     def run(warp: Warp, running: np.ndarray | None) -> None:
@@ -137,8 +140,9 @@ def _multiply(instruction: Statement, step: Compiled) -> Run:
         *given, adds = (int(values[0]) for values in lanes)
         number, going_on = group.groups[mine][-1], registers[0] in warp.in_flight
         if number == len(group.products):
-            act = partial(happen, warp, [matrices.Descriptor.decode(word) for word in given])
-            group.products.append(Multiplication(warp, step, group, act, (*given, adds)))
+            how = zip(map(matrices.Descriptor.decode, given), (64, n), transposed, strict=True)
+            reads = [(one, rows, depth, bool(across), word.itemsize) for one, rows, across in how]
+            group.products.append(Multiplication(warp, step, group, partial(happen, warp), (*given, adds), reads))
         product = group.products[number]
         differ = product.given != (*given, adds) or any((values != values[0]).any() for values in lanes)
         step.refuse(warp, differ, "descriptors or a scale-d that differ between threads of a warpgroup")

@@ -1,10 +1,11 @@
-"""`python -m blazeproto`: doctor, bench and kernels, with their exit codes; doctor also where packages are missing or broken."""
+"""`python -m blazeproto`: tour, doctor, bench, kernels, and their exit codes; doctor where packages are missing or broken."""
 
 import json
 import os
 import re
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,12 +28,15 @@ VERSIONS = {"numpy": "2.5.5", "torch": "2.13.0+cu130", "cupy-cuda13x": "14.2.0",
 VERSIONS |= {"rich": "15.0.0", "matplotlib": "3.11.2"}
 
 
-def command(*arguments: str, path: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    """``python -m blazeproto`` with a folder before all others that are searched for packages, and environment variables."""
+def command(
+    *arguments: str, path: Path | None = None, folder: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """``python -m blazeproto`` with a path before all others that are searched for packages, in a folder, and environment
+    variables."""
     paths = os.pathsep.join(str(p) for p in (path, ROOT, os.environ.get("PYTHONPATH")) if p)
     environment = {**os.environ, "PYTHONPATH": paths, **variables}
     line = [sys.executable, "-m", "blazeproto", *arguments]
-    return subprocess.run(line, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(line, env=environment, capture_output=True, text=True, check=False, timeout=300, cwd=folder)
 
 
 # --- doctor ------------------------------------------------------------------------------------------------------------------
@@ -337,6 +341,41 @@ def test_all_kernels_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         assert entry["ctas"] >= 1 and (entry["wgmma"] > 0) == multiplies
 
 
+# --- tour --------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_tour_finds_the_race_that_it_plants(tmp_path: Path) -> None:
+    """In an empty folder, with an empty cache, in less than its minute; nothing of it is left there."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
+    here = tmp_path / "here"
+    here.mkdir()
+    begin = time.monotonic()
+    done = command("tour", folder=here, BLAZEPROTO_CACHE=str(tmp_path / "cache"), CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0 and not [*here.iterdir()], done.stderr
+    assert time.monotonic() - begin < 120
+    parts = re.split(r"\d of 4\. ", done.stdout)
+    assert len(parts) == 5 and "expert_pair_indices    2 4 8 3 6 0 7 1 5 9" in parts[1]
+    assert "registers" in parts[2] and "+                mbarrier_arrive(ring.full_barrier());" in parts[3]
+    race, right = parts[4].split("With the line as it was:")
+    for file, code in (("varlen_m.cuh", "cp_async_16("), ("mainloop.cuh", "wgmma<")):
+        assert re.search(rf"{file}:(\d+) .*\n +\1 \| {re.escape(code)}", race)
+    assert "race in byte" in race and "up_forward: right" in right and "race in" not in right
+    assert "bench.score()" in right
+
+
+@pytest.mark.parametrize(
+    ("module", "said"), [("ptxsim", "pip install ./ptxsim"), ("cuda", "NVRTC, which compiles kernels")]
+)
+def test_the_tour_goes_on_without_what_is_missing(module: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / f"{module}.py").write_text("raise ImportError('none')")
+    done = command(
+        "tour", path=tmp_path, folder=tmp_path, BLAZEPROTO_CACHE=str(tmp_path / "cache"), CUDA_VISIBLE_DEVICES=""
+    )
+    assert done.returncode == 0 and said in done.stdout, done.stderr
+    assert "2 of 4" in done.stdout and "This can't run here." in done.stdout and "To go on" in done.stdout
+    assert (module == "cuda") == ("4 of 4" not in done.stdout), "the kernel and the edit need no ptxsim"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -360,4 +399,4 @@ def test_what_does_not_fit_is_refused(arguments: list[str], message: str, capsys
 
 def test_help_names_the_commands() -> None:
     done = command("--help")
-    assert done.returncode == 0 and all(name in done.stdout for name in ("doctor", "tune", "bench", "kernels"))
+    assert done.returncode == 0 and all(name in done.stdout for name in ("tour", "doctor", "tune", "bench", "kernels"))

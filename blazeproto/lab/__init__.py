@@ -19,6 +19,7 @@ _HOME_OF = {
     "explain": "explanation",
     "fragment": "layouts",
     "machine_code": "sass",
+    "ring": "views",
     "swizzle": "layouts",
 }
 _MOVED = ("run", "run_together", "step", "tensor_map")  # to ptxsim; to be removed after one release
@@ -29,6 +30,7 @@ __all__ = [
     "explain",
     "fragment",
     "machine_code",
+    "ring",
     "swizzle",
 ]
 

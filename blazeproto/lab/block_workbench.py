@@ -43,7 +43,7 @@ STRIP = BLOCK // 2  # rows of a consumer
 class BlockWorkbench(Workbench):
     """One block-sparse product at one topology, its inputs, and what it should give. MegaBlocks §5.1.
 
-    It has all of `Workbench` but `counters`. It runs on a Hopper GPU, or without one on the machine (ptxsim).
+    It has all of `Workbench` but `counters` and `score`. It runs on a Hopper GPU, or without one on the machine (ptxsim).
 
     product: as MegaBlocks names it: SDD, SDD^T, DSD, DSD^T, DS^TD, DS^TD^T, DDS, DD^TS, DDS^T or DD^TS^T.
     mask (M / 128, N / 128) bool, NumPy's: the blocks that S has, one at least; default: four experts of unequal width and load.

@@ -131,7 +131,7 @@ def _named(lines: Iterable[Sequence[str]], caption: str = "") -> RichTable:
     return made
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class View(Drawn):
     """A title, facts by name, tables; and a note at the end."""
 

@@ -38,7 +38,7 @@ except ImportError as error:
         "pip install ./ptxsim in a clone of blazeproto"
     ) from error
 
-__all__ = ["Attended", "Machine", "MachineError", "PtxError", "launch"]
+__all__ = ["Attended", "Machine", "MachineError", "Program", "PtxError", "Stepper", "launch"]
 
 TILES_A_CTA = 4  # so that a CTA goes from tile to tile, as on a GPU, and the bar moves
 SLOW = 20  # seconds of a run, from which a smaller one is offered, and Jupyter shows how far it is
@@ -75,6 +75,7 @@ class Machine(Arrays):
         self.variables, self.reports = variables, list[Report]()
         self.programs: dict[str, Program] = {}
         self.held: list[Held] | None = None  # launches, where they wait
+        self.kernel: Any = None  # of the last launch
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return self.add(np.zeros(shape, dtype))
@@ -100,7 +101,7 @@ class Machine(Arrays):
         does."""
         if 0 in grid:
             raise ValueError(f"grid: expected at least one CTA, got {grid}")
-        text = kernel.ptx(lineinfo=True) if callable(kernel.ptx) else kernel.ptx
+        self.kernel, text = kernel, kernel.ptx(lineinfo=True) if callable(kernel.ptx) else kernel.ptx
         program = self.programs[text] = self.programs.get(text) or Program.read(text)
         entry = getattr(kernel, "entry", None)
         maps = {
@@ -133,15 +134,15 @@ class Machine(Arrays):
     def step(self, call: Callable[[], Any]) -> Stepper:
         """The launch that ``call`` makes, such as ``lambda: gemm.up_forward(x, up_proj, dispatch)``, not begun yet.
 
-        ``result`` of what this returns is the call's, whose arrays fill as the launch goes on. ValueError where the call makes
-        none or more than one.
+        ``result`` of what this returns is the call's, whose arrays fill as the launch goes on; ``kernel`` is the launch's.
+        ValueError where the call makes none or more than one.
         """
         held, result = self._hold(call)
         if len(held) != 1:
             got = f"a second, of {held[1][0][1]}" if held else "none"
             raise ValueError(f"call: expected one launch, got {got}")
         stepper = self._stepper(held[0])
-        stepper.result = result
+        stepper.result, stepper.kernel = result, self.kernel
         return stepper
 
     def together(

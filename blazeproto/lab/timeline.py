@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, pairwise, takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ import numpy as np
 
 from blazeproto.gemm import product
 from blazeproto.gemm.compile import Kernel
+from blazeproto.lab.marks import EDGES, ROLES, WHATS, marked
 from blazeproto.lab.svg import Picture, blank
 from blazeproto.lab.target import Machine
 from blazeproto.runtime import checks, driver
@@ -35,24 +36,6 @@ if TYPE_CHECKING:
 MACRO = "TIMELINE"
 # timeline.cuh has the same.
 WARPS, RECORDS, RECORD_BYTES = 16, 4096, 8
-EDGES = {1: "begin", 2: "end", 3: "at"}
-TILE = "tile"
-WHATS = (
-    "",  # no record
-    TILE,
-    "producer",
-    "consumer",
-    "epilogue",
-    "schedule",
-    "wait full",
-    "wait empty",
-    "TMA",
-    "copy",
-    "mma",
-    "hand-over",
-    "store",
-)
-ROLES = ("producer", "consumer", "epilogue")
 WARPGROUP_WARPS = 4
 UNDER_MMA = ("hand-over", "store")  # what a consumer does while its wgmma run
 
@@ -74,7 +57,6 @@ COLUMNS = 100  # of the text
 WIDTH, ROW = 1100, 24  # of the drawing and of a warp's row, SVG units
 HEIGHT, INSET = 0.75, 0.15  # of a warp's spans, of its row, and by which a nested one is lower at either edge
 OTHER = "other"
-
 Records = Sequence[Sequence[tuple[int, int]]]
 
 
@@ -106,7 +88,7 @@ class Timeline(Picture):
     """The spans of one CTA's warps: in the order in which they began, each warp's one after the other.
 
     kernel: its name.  unit: of time, "cycles" of a GPU or "steps" of the machine.  tile_begins: (warp, tile, cycle).
-    complete: False where a warp's memory for records was full before its last tile.
+    complete: False where a warp's memory for records was full before its last tile.  sources: what `marked` says of the kernel.
     """
 
     kernel: str
@@ -116,6 +98,7 @@ class Timeline(Picture):
     tile_begins: tuple[tuple[int, int, int], ...]
     complete: bool = True
     unit: str = "cycles"
+    sources: Mapping[tuple[str, str], str] = field(default_factory=dict, compare=False)
 
     @property
     def warps(self) -> dict[int, str]:
@@ -164,8 +147,8 @@ class Timeline(Picture):
         made, ax = blank(WIDTH, ROW * (len(rows) + len(legend) / 2 + 5), self._heading())
         from matplotlib.patches import Patch
 
-        for warp, depth in sorted({(span.warp, span.depth) for span in self.spans}):
-            spans = [span for span in self.spans if (span.warp, span.depth) == (warp, depth)]
+        for band, spans in self._bands().items():
+            warp, depth = spans[0].warp, spans[0].depth
             height = max(HEIGHT - 2 * INSET * max(0, depth - 1), INSET)
             ax.broken_barh(
                 [(span.begin, span.cycles) for span in spans],
@@ -174,7 +157,7 @@ class Timeline(Picture):
                 edgecolors="face",  # so that no span vanishes
                 linewidth=0.3,
                 zorder=depth + 1,
-                gid=f"warp {warp}, depth {depth}",
+                gid=band,
             )
         for warp, tile, clock in self.tile_begins:
             ax.vlines(clock, rows[warp] - 0.5, rows[warp] + 0.5, "black", zorder=10)
@@ -186,6 +169,26 @@ class Timeline(Picture):
         patches = [Patch(color=LOOKS[what][1], label=said) for what, said in legend.items()]
         made.legend(handles=patches, loc="outside lower left", ncols=2, frameon=False, fontsize=8)
         return made
+
+    @property
+    def titles(self) -> dict[str, list[str]]:  # type: ignore[override]
+        """Texts that hovering over a span shows: warp, activity, times, source lines, and the instruction that it is about."""
+        return {
+            band: [
+                f"{span.role}, warp {span.warp}: {span.what}\n{span.cycles} {self.unit}, {span.begin} to {span.end}"
+                f"{f', tile {span.tile}' * (span.tile >= 0)}\n"
+                + self.sources.get((span.role.split()[0], span.what.removesuffix(" under mma")), "")
+                for span in spans
+            ]
+            for band, spans in self._bands().items()
+        }
+
+    def _bands(self) -> dict[str, list[Span]]:
+        """Spans by warp and depth, which are drawn together."""
+        ordered = sorted(self.spans, key=lambda span: (span.warp, span.depth))
+        return {
+            name: [*spans] for name, spans in groupby(ordered, lambda span: f"warp {span.warp}, depth {span.depth}")
+        }
 
     def __repr__(self) -> str:
         """A line a warp, a letter for what it did most of the time; | where it goes on to the next tile."""
@@ -208,8 +211,6 @@ class Timeline(Picture):
             lines.append(f"{role}: " + ", ".join(f"{what} {share:.0%}" for what, share in shares.items()))
         return "\n".join(lines)
 
-    # --- Parts of pictures ------------------------------------------------------------------------------------
-
     def _labels(self) -> dict[int, str]:
         """By warp."""
         return {warp: f"{role}, warp {warp}" for warp, role in self.warps.items()}
@@ -227,8 +228,8 @@ class Timeline(Picture):
 # --- From records to spans ---------------------------------------------------------------------------------------------------
 
 
-def parse(records: Records, *, kernel: str = "", cta: int = 0, tiles: int = 3) -> Timeline:
-    """Spans of the first ``tiles`` tiles.
+def parse(records: Records, *, tiles: int = 3, kernel: str = "", cta: int = 0, **fields: Any) -> Timeline:
+    """Spans of the first ``tiles`` tiles.  fields: others of the timeline.
 
     records: (clock, what) of each warp, in order: 32-bit clocks, which may wrap, and edges and kinds as in timeline.cuh. A zero
     ends a warp's. A span that is open at a warp's last record, or when tile number ``tiles`` begins, ends there.
@@ -258,7 +259,7 @@ def parse(records: Records, *, kernel: str = "", cta: int = 0, tiles: int = 3) -
         for s in sorted(spans, key=lambda span: (span.warp, span.begin, span.depth))
     ]
     shown = tuple((warp, tile, clock - first) for warp, tile, clock in begins if tile < tiles)
-    return Timeline(kernel, cta, tiles, tuple(moved), shown, complete)
+    return Timeline(kernel, cta, tiles, tuple(moved), shown, complete, **fields)
 
 
 def _unwrapped(clocks: Sequence[int], origin: int) -> list[int]:
@@ -325,8 +326,7 @@ def record(launch: Callable[[], object], *, tiles: int = 3, cta: int = 0) -> Tim
     recorded, and computes the same as ever.  cta: its number in the grid.
 
     TypeError or ValueError for arguments that are none of these; ValueError where a call launches several kernels made of
-    tiles; RuntimeError where nothing was recorded: it launches none, or the grid has no such CTA.
-    """
+    tiles; RuntimeError where nothing was recorded: it launches none, or the grid has no such CTA."""
     if not callable(launch):
         raise TypeError(f"launch: expected a callable, got {type(launch).__name__}")
     checks.integer("tiles", tiles, 1)
@@ -352,26 +352,24 @@ def record(launch: Callable[[], object], *, tiles: int = 3, cta: int = 0) -> Tim
             for _, chosen in variables:
                 chosen.set(np.array([-1], "int32"))  # from now on, none
             runtime.deviceSynchronize()
-    read = [(kernel.entry, _marks(records.get())) for kernel, (records, _) in zip(loaded, variables, strict=True)]
-    found = [(name, records) for name, records in read if any(warp[0][1] for warp in records)]
+    read = [(kernel, _marks(memory.get())) for kernel, (memory, _) in zip(loaded, variables, strict=True)]
+    found = [(kernel, records) for kernel, records in read if any(warp[0][1] for warp in records)]
     if len(found) > 1:
-        names = ", ".join(name for name, _ in found)
+        names = ", ".join(kernel.entry for kernel, _ in found)
         raise ValueError(f"launch: expected one kernel made of tiles, got {names}")
     if not found:
-        raise RuntimeError(
-            f"CTA {cta} recorded nothing: the grid has none of that number, or the call runs no kernel made of tiles"
-        )
-    return parse(found[0][1], kernel=found[0][0], cta=cta, tiles=tiles)
+        raise RuntimeError(f"CTA {cta} recorded nothing: the grid has none of that number, or the call has no tiles")
+    (kernel, records), *_ = found
+    return parse(records, kernel=kernel.entry, cta=cta, tiles=tiles, sources=marked(kernel.ptx, kernel.entry))
 
 
 def record_steps(launch: Callable[[Machine], object], *, tiles: int = 3, cta: int = 0) -> Timeline:
     """The same of a product on the machine, in steps: instructions of all warps of the cluster, one after another.
 
-    launch: calls one product, compiled with the clock reads, on the machine that it is given. The schedule
-    decides which warp goes on: the picture shows an order, no time.
+    launch: calls one product, compiled with the clock reads, on the machine that it is given. The schedule decides which warp
+    goes on: the picture shows an order, no time.
 
-    TypeError or ValueError for tiles or a CTA that are none; RuntimeError where nothing was recorded.
-    """
+    TypeError or ValueError for tiles or a CTA that are none; RuntimeError where nothing was recorded."""
     checks.integer("tiles", tiles, 1)
     checks.integer("cta", cta, 0)
     records = np.zeros((WARPS, RECORDS, 2), np.uint32)
@@ -379,7 +377,9 @@ def record_steps(launch: Callable[[Machine], object], *, tiles: int = 3, cta: in
     launch(machine)
     if not records.any():
         raise RuntimeError(f"CTA {cta} recorded nothing: the grid has none of that number")
-    return replace(parse(_marks(records), kernel=machine.reports[0].entry, cta=cta, tiles=tiles), unit="steps")
+    name = machine.reports[0].entry
+    sources = next(marked(text, name) for text, program in machine.programs.items() if name in program.entries)
+    return parse(_marks(records), kernel=name, cta=cta, tiles=tiles, unit="steps", sources=sources)
 
 
 def _variables(kernel: Kernel, device: int) -> tuple[Any, Any]:

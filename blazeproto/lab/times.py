@@ -5,11 +5,13 @@ import math
 import statistics
 import timeit
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from blazeproto import cost
+from blazeproto.runtime import checks
 
 Call = Callable[[], object]
 
@@ -22,6 +24,32 @@ HOLD_CYCLES = 2_000_000  # that the GPU is held, about a millisecond, while the 
 COLD_ROUNDS, COLD_WARMUPS = 10, 3  # of a program alone
 FLUSH_NUMBERS = 2**26  # fp32, read between two runs: five times an H200's L2 cache
 MOST_FLUSHES = 128  # some ten milliseconds, in which the host queues a call
+# T, d, n, E, K of models' layers; and of the package's kernels there the share of the floor's speed, in results/h200/tune.json.
+MODELS = {
+    "Qwen3-30B-A3B": (16384, 2048, 768, 128, 8),
+    "Qwen3-Next": (16384, 2048, 512, 512, 10),
+    "Mixtral 8x7B": (16384, 4096, 14336, 8, 2),
+}
+STORED = {
+    "Qwen3-30B-A3B": {
+        "up_forward": "90 %",
+        "down_forward": "90 %",
+        "down_backward_act": "70 %",
+        "up_backward_act": "94 %",
+    },
+    "Qwen3-Next": {
+        "up_forward": "77 %",
+        "down_forward": "72 %",
+        "down_backward_act": "58 %",
+        "up_backward_act": "73 %",
+    },
+    "Mixtral 8x7B": {
+        "up_forward": "85 %",
+        "down_forward": "95 %",
+        "down_backward_act": "80 %",
+        "up_backward_act": "89 %",
+    },
+}
 
 
 class Rotation:
@@ -146,3 +174,23 @@ class Times:
             return line
         ratio = self.ms / self.unedited_ms
         return f"{line}; the unedited kernel {self.unedited_ms:.4f} ms: {ratio:.3f} times as long"
+
+
+def score(bench: Any, model: str) -> Times:
+    """See `blazeproto.lab.workbench.Workbench.score`. bench: of a product of `gemm.PRODUCTS`."""
+    checks.one_of("product", bench.product, (*cost.FORWARD, *cost.BACKWARD, "combine"))
+    checks.one_of("model", model, tuple(MODELS))
+    if bench.lacking:
+        raise RuntimeError(
+            f"score: expected {bench.lacking}; check() needs none. Stored, not measured here: the package's kernel, "
+            f"{STORED[model].get(bench.product, 'no share')} of the floor's speed on an H200, 24 November 2026"
+        )
+    large = type(bench)(
+        bench.product,
+        *MODELS[model],
+        **{name: getattr(bench, name) for name in ("activation", "routing", "seed", "config", "precision")},
+    )
+    large.edited = bench.edited
+    if not (verdict := large.check()):
+        raise ValueError(f"score: expected a kernel that is right, got {verdict.summary}")
+    return replace(large.time(), product=f"{bench.product}, {model}")

@@ -26,9 +26,10 @@ from blazeproto.runtime.optional import need
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from blazeproto.lab.target import Stepper
     from blazeproto.layer import MoE
 
-__all__ = ["imbalance", "loads_of", "plot_load", "view"]
+__all__ = ["imbalance", "loads_of", "plot_load", "ring", "view"]
 
 # A Hopper multiprocessor (CUDA C++ programming guide, compute capability 9.0).
 REGISTERS, QUARTERS, REGISTER_UNIT = 65536, 4, 256  # of which each quarter has as many; a warp takes whole units
@@ -314,3 +315,43 @@ _VIEWS: dict[str, Callable[[Any], View]] = {
     "TileConfig": _of_tiles,
     "MoE": _of_layer,
 }
+
+
+def ring(stepper: Stepper, cta: int = 0) -> View:
+    """The ring of stages of one CTA of a launch that runs step by step, a line a stage.
+
+    stepper: a launch of a product made of tiles, as ``Machine().step`` returns it.  cta: its number in the cluster that runs.
+    A stage is free, filling or full. A barrier is shown as its phase, and the arrivals and bytes that this phase still expects.
+    The last column shows the last ``wgmma`` of each warpgroup: the first and the last byte that it reads of the stage.
+
+    TypeError for a launch of another kernel; ValueError for a CTA that does not exist.
+    """
+    macros = getattr(getattr(stepper, "kernel", None), "defines", {})
+    if "STAGES" not in macros:
+        raise TypeError(f"stepper: expected a launch of a product made of tiles, got {type(stepper).__name__}")
+    count, a, b = int(macros["STAGES"]), *(int(macros[size]) * BK * BF16.bytes for size in ("BM", "BN"))
+    barriers: list[Any] = [one for one in stepper.barriers(cta).values() if "made at mainloop.cuh" in one.place]
+    read: list[list[str]] = [[] for _ in range(count)]
+    for group in range(stepper.warps(cta) * WARP // WARPGROUP):
+        if reads := stepper.reads(group, cta):
+            read[reads["A"].first // (a + b)].append(
+                f"{group}: {', '.join(f'{one.name} {one.first % (a + b)}–{one.last % (a + b)}' for one in reads.values())}"
+            )
+    # None before the barriers are made.
+    rows = [
+        [
+            str(stage),
+            "full" if full.phase > empty.phase else "filling" if full.pending < full.expected or full.bytes else "free",
+            f"{stepper.shared(stage * (a + b), a + b, cta)[1].mean():.0%}",
+            *(f"{one.phase}: {one.pending} of {one.expected}, {one.bytes} B" for one in (full, empty)),
+            "; ".join(read[stage]) or "–",
+        ]
+        for stage, (full, empty) in enumerate(zip(barriers[:count], barriers[count:], strict=True))
+    ]
+    words = ["state", "full barrier", "empty barrier", "warpgroup: bytes that its last wgmma reads"]
+    return View(
+        f"{stepper.kernel.entry}: ring of {count} stages",
+        {"a stage": f"{a + b} bytes: A from 0, B from {a}"},
+        [Table(["stage", "state", "written", *words[1:]], rows, left=words)],
+        "A barrier: its phase, the arrivals that the phase still expects, the bytes that are still to come.",
+    )

@@ -4,6 +4,7 @@
 >>> bench.edit("my_kernels")         # change my_kernels/up.cu in an editor, then
 >>> bench.check()                    # right, or a map of where it is wrong; without a GPU too, on the machine
 >>> bench.time()
+>>> bench.score()                    # the share of the floor on a layer of Qwen3-30B-A3B: one number to beat
 >>> bench.timeline()                 # what each warp did, and when; counters(): what ncu counts
 >>> with bench.use():
 ...     loss = layer(x)[0].square().mean()
@@ -42,7 +43,7 @@ from blazeproto.lab.oracle import ROUTINGS, YARDSTICK, evaluate, make_case, pad_
 from blazeproto.lab.target import Machine
 from blazeproto.lab.timeline import MACRO as TIMELINE
 from blazeproto.lab.timeline import Timeline, record, record_steps
-from blazeproto.lab.times import ROUNDS, Times, gpu_here, interleaved_ms
+from blazeproto.lab.times import ROUNDS, Times, gpu_here, interleaved_ms, score
 from blazeproto.lab.verdict import Comparison, Places, Verdict, places_of
 from blazeproto.runtime import arch, checks
 
@@ -132,7 +133,8 @@ class Workbench:
             raise TypeError(f"config: expected a TileConfig or None, got {type(config).__name__}")
         checks.one_of("device", device, ("auto", "cpu"))
         self.product, self.entry, self.seed, self.config = product, entry, seed, config
-        self.on_gpu = device == "auto" and _runs_kernels()
+        self.lacking = _lacking(device)
+        self.on_gpu = not self.lacking
         self.edited: EditedSources | None = None
         self.last_kernel: Kernel | None = None
 
@@ -158,8 +160,7 @@ class Workbench:
 
     def reopen(self, folder: str | Path) -> Workbench:
         """Goes on with a folder that `edit` filled before, in another session or for another product; this bench, whose repr
-        has the folder's path. ValueError if it does not exist.
-        """
+        has the folder's path. ValueError if it does not exist."""
         self.edited = EditedSources(folder)
         return self
 
@@ -285,12 +286,18 @@ class Workbench:
     def _floor_ms(self, gpu: str) -> float:
         return cost.product_floor_ms(self.product, self.sizes, gpu, self.precision)
 
+    def score(self, model: str = "Qwen3-30B-A3B") -> Times:
+        """One number to beat, ``share`` of what this returns: of the floor's speed, on a layer of a model (`lab.times.MODELS`).
+
+        The kernel is checked there first: ValueError for a wrong one, and for another model. RuntimeError without a Hopper GPU,
+        with the stored share of the package's kernel."""
+        return score(self, model)
+
     def timeline(self, tiles: int = 3, cta: int = 0) -> Timeline:
         """The timeline of each warp of one CTA in its first ``tiles`` tiles, by clock reads that are compiled in for this.
 
         cta: its number in the grid. Without a GPU it runs on the machine: in steps, the order of things and no time.
-        ValueError for a product that is not made of tiles. RuntimeError where the grid has no such CTA.
-        """
+        ValueError for a product that is not made of tiles. RuntimeError where the grid has no such CTA."""
         self._needs_tiles("timeline")
         build = self._build(TIMELINE)
         self._compiled(build)
@@ -302,15 +309,12 @@ class Workbench:
         """Hardware counters of one run, by ncu: tensor pipe, L2, memory, why warps wait.
 
         In a process of its own, with the same inputs. ValueError for a product that is not made of tiles. RuntimeError without
-        a Hopper GPU, FileNotFoundError without ncu, CountersRefused where the driver forbids it.
-        """
+        a Hopper GPU, FileNotFoundError without ncu, CountersRefused where the driver forbids it."""
         self._needs_tiles("counters")
         self._needs_hopper("counters")
-        s = self.sizes
-        options: dict[str, Any] = {"activation": self.activation, "routing": self.routing, "seed": self.seed}
-        options |= {"precision": self.precision}
+        options = {name: getattr(self, name) for name in ("activation", "routing", "seed", "precision", "config")}
         sources = self.edited.snapshot() if self.edited else None
-        return counters(self.product, s.T, s.d, s.n, s.E, s.K, **options, config=self.config, sources=sources)
+        return counters(self.product, *self.sizes[:5], **options, sources=sources)
 
     def _needs_tiles(self, what: str) -> None:
         if self.entry.kernel is None:
@@ -329,9 +333,8 @@ class Workbench:
         return self._in_use()
 
     def _needs_hopper(self, what: str) -> None:
-        if not self.on_gpu:
-            got = arch.missing(_capability(), name="hopper") or f"{arch.HOPPER.wanted}; device='cpu' was asked for"
-            raise RuntimeError(f"{what}: expected a GPU of {got}; check(), run(), kernel, sass and diff() need none")
+        if self.lacking:
+            raise RuntimeError(f"{what}: expected {self.lacking}; check(), run(), kernel, sass and diff() need none")
 
     @cached_property
     def _inputs(self) -> Inputs:
@@ -388,9 +391,9 @@ class Workbench:
         return graph
 
 
-def _capability() -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-
-
-def _runs_kernels() -> bool:
-    return (capability := _capability()) is not None and arch.HOPPER.runs_on(capability)
+def _lacking(device: str) -> str:
+    """The GPU that kernels need and a bench for ``device`` has not; "" where it has."""
+    asked = "" if device == "auto" else f"a GPU of {arch.HOPPER.wanted}; device={device!r} was asked for"
+    return (
+        arch.missing(torch.cuda.get_device_capability() if torch.cuda.is_available() else None, name="hopper") or asked
+    )

@@ -67,3 +67,34 @@ def test_the_same_seed_gives_the_same_run_in_steps_or_at_once() -> None:
 def test_what_there_is_not(ask: Callable[[ptxsim.Stepper], object], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         ask(ptxsim.step(COUNT, 1, 64, [np.zeros(64, np.float32), 0]))
+
+
+def states(stepper: ptxsim.Stepper, out: np.ndarray) -> tuple[object, ...]:
+    return repr(stepper), out.copy().tolist(), [repr(stepper.registers(warp, 3)) for warp in (0, 1)]
+
+
+def test_back_is_as_it_was() -> None:
+    """Registers, shared memory, arrays and the schedule, and forward again the same way."""
+    out = np.zeros(128, np.float32)
+    stepper = ptxsim.step(COUNT, 2, 64, [out, 7], seed=5)
+    stepper.until("st.shared").step(3, warp=1).step(2)
+    before, memory = states(stepper, out), stepper.shared(0, 256)
+    stepper.step(40)
+    after = states(stepper, out)
+    assert out.any() and after != before
+    assert states(stepper.back(40), out) == before and not out.any()
+    assert all((a == b).all() for a, b in zip(stepper.shared(0, 256), memory, strict=True))
+    assert states(stepper.step(40), out) == after
+    stepper.finish()
+    assert stepper.done and (out[:64] == (70 - np.arange(64)) / 2).all()
+    assert states(stepper.back(40), out) == before and not stepper.done
+    with pytest.raises(ValueError, match="count: expected at most"):
+        stepper.back(1000)
+
+
+def test_back_counts_what_ran_alone() -> None:
+    stepper = ptxsim.step(COUNT, 1, 64, [np.zeros(64, np.float32), 0])
+    before = repr(stepper.step(2, warp=1))
+    stepper.step(1000, warp=1).step(5, warp=1)  # as far as its barrier, and no further
+    ran = int(repr(stepper).split(" instructions")[0].split()[-1])
+    assert ran < 1000 and repr(stepper.back(ran - 2)) == before and repr(stepper.back(2)) != before

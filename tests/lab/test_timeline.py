@@ -1,8 +1,10 @@
 """Timelines: the macros in machine code, records to spans, and the pictures. Needs no GPU."""
 
 import re
+import shutil
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from blazeproto import gemm
 from blazeproto.gemm import product
 from blazeproto.gemm.compile import CUDA_SOURCES, compile_many
 from blazeproto.lab import timeline
+from blazeproto.lab.marks import marked
 from blazeproto.lab.timeline import LOOKS, RECORDS, WARPS, WHATS, compiled_in, parse, record
 from tests.refusals import refuses
 
@@ -123,7 +126,57 @@ def test_the_drawing(picture: timeline.Timeline, tmp_path: Path) -> None:
     assert sum(LOOKS["mma"][1] in style for style in drawn) == 3
     words = "".join(root.itertext())
     assert "tile 2" in words and "consumer 0, warp 4" in words and LOOKS["mma"][2] in words
-    assert picture._repr_html_() == picture.svg() == picture.save(tmp_path / "a.svg").read_text()
+    assert picture.svg() == picture.save(tmp_path / "a.svg").read_text()
+    assert picture._repr_html_().count("<script>") == 1 and picture.svg() in picture._repr_html_()
+
+
+def test_titles_tell_warp_times_and_source(picture: timeline.Timeline) -> None:
+    """One of each span, in the order in which they are drawn; a nested one has its own."""
+    lines = {
+        ("consumer", "mma"): "mainloop.cuh:175  multiply();\nwgmma.mma_async",
+        ("consumer", "consumer"): "kernel.cuh:247",
+    }
+    root = ElementTree.fromstring(replace(picture, sources=lines).svg())
+    space = "{http://www.w3.org/2000/svg}"
+    groups = {group.get("id"): group for group in root.iter(f"{space}g")}
+    titles = [path.findtext(f"{space}title") for path in groups["warp 4, depth 1"].iter(f"{space}path")]
+    assert titles[0] == "consumer 0, warp 4: mma\n1700 cycles, 0 to 1700, tile 0\n" + lines["consumer", "mma"]
+    assert [title.split(": ")[1].split("\n")[0] for title in titles if title] == [*("mma", "hand-over") * 3]
+    assert groups["warp 4, depth 0"].findtext(f".//{space}title", "").endswith("0 to 6000\nkernel.cuh:247")
+    assert all(len(titles) == len([*groups[name].iter(f"{space}title")]) for name, titles in picture.titles.items())
+
+
+def test_a_browser_shows_titles_zooms_and_moves(picture: timeline.Timeline, tmp_path: Path) -> None:
+    programs = pytest.importorskip("playwright.sync_api")
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
+        pytest.skip("needs a Chromium")
+    page_file = tmp_path / "page.html"
+    page_file.write_text(f"<!doctype html><meta charset=utf-8><p>Above</p>{picture._repr_html_()}")
+    with programs.sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page, errors = opened.new_page(viewport={"width": 1200, "height": 900}), list[str]()
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(page_file.as_uri())
+
+        def view() -> list[float]:
+            return [float(word) for word in page.locator("svg").get_attribute("viewBox").split()]
+
+        whole = view()
+        page.locator('[id="warp 4, depth 1"] path').first.hover(position={"x": 3, "y": 1})
+        assert page.inner_text("pre").startswith("consumer 0, warp 4: mma\n1700 cycles")
+        page.mouse.wheel(0, -300)
+        page.wait_for_function("whole => document.querySelector('svg').viewBox.baseVal.width < whole", arg=whole[2])
+        zoomed = view()
+        assert zoomed[2] / whole[2] == pytest.approx(zoomed[3] / whole[3])
+        page.mouse.move(400, 200)
+        page.mouse.down()
+        page.mouse.move(360, 200)
+        page.mouse.up()
+        assert view()[0] > zoomed[0] and view()[2] == pytest.approx(zoomed[2])
+        page.mouse.dblclick(400, 200)
+        assert view() == whole and not errors
+        opened.close()
 
 
 @pytest.mark.parametrize(
@@ -179,3 +232,10 @@ def test_clocks_are_read_with_the_macro_alone(nvdisasm: None, name: str) -> None
     assert after.smem_bytes == before.smem_bytes
     assert after.sass.count("HGMMA") == before.sass.count("HGMMA")
     assert "timeline_records" in after.ptx and "timeline_cta" in after.ptx
+    found = marked(after.ptx, after.entry)
+    assert {("producer", "producer"), ("consumer", "consumer")} <= {*found} and not marked(before.ptx, before.entry)
+    assert "wgmma.mma_async" in found["consumer", "mma"] and "mainloop.cuh:" in found["consumer", "mma"]
+    for role, barrier in (("consumer", "full_barrier"), ("producer", "empty_barrier")):
+        line, instruction = found[role, "wait full" if role == "consumer" else "wait empty"].splitlines()
+        assert f"mbarrier_wait({barrier}()" in line and instruction.startswith("mbarrier.try_wait")
+    assert not any("MARK(" in lines for lines in found.values())

@@ -500,7 +500,7 @@ def test_guards_of_a_long_workspace_are_bounded() -> None:
 @pytest.fixture
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Workbench]:
     """``on_a_cpu(product, spoil)``: a workbench whose launches write what is exact, then ``spoil(run, outputs, given)``."""
-    monkeypatch.setattr(workbench, "_runs_kernels", lambda: False)
+    monkeypatch.setattr(workbench, "_lacking", lambda device: "a GPU")
     monkeypatch.setattr(Workbench, "_compiled", lambda self, *builds: None)
 
     def make(name: str, spoil: Callable[..., None]) -> Workbench:

@@ -149,7 +149,7 @@ def test_an_edited_region_is_all_that_changes(tmp_path: Path) -> None:
 
 @pytest.fixture
 def on_a_laptop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workbench, "_runs_kernels", lambda: False)
+    monkeypatch.setattr(workbench, "_lacking", lambda device: "a GPU")
 
 
 @pytest.mark.usefixtures("on_a_laptop")

@@ -78,3 +78,26 @@ def test_what_there_is_not(up: tuple[Stepper, np.ndarray, np.ndarray]) -> None:
     refuses(lambda: Machine().step(lambda: None), "call")
     layout = StageLayout("mine", "a", 64, False, 0)
     refuses(lambda: layout.holding(np.zeros(2, np.uint8), np.ones(2, bool)), "data, written")
+
+
+def test_the_ring_of_stages_forward_and_back(up: tuple[Stepper, np.ndarray, np.ndarray]) -> None:
+    stepper, _, _ = up
+    assert not lab.ring(stepper).tables[0].rows  # before its barriers are made
+    stepper.until("wgmma.mma_async")
+    stepper.step(400)
+    shown = lab.ring(stepper)
+    assert shown.title == "up_forward: ring of 4 stages" and "B from 16384" in shown.text()
+    rows = shown.tables[0].rows
+    assert [row[0] for row in rows] == ["0", "1", "2", "3"] and rows[0][1] == "full" and rows[3][1] == "free"
+    assert rows[0][3] == "1: 129 of 129, 0 B" and rows[3][2] == "0%"
+    (group,) = [group for group in (1, 2) if f"{group}: A" in rows[0][5] or f"{group}: A" in rows[1][5]][:1]
+    read = stepper.reads(group)
+    assert read["A"].places.shape == (64, 16) and read["B"].places.shape[1] == 16
+    assert (read["A"].first // 8192) % 2 == group - 1  # its strip of 64 rows
+    stepper.step(3000)
+    assert repr(lab.ring(stepper)) != repr(shown)
+    assert repr(lab.ring(stepper.back(3000))) == repr(shown) and stepper.reads(group)["A"].first == read["A"].first
+    with pytest.raises(TypeError, match="stepper: expected a launch of a product made of tiles, got int"):
+        lab.ring(3)
+    with pytest.raises(ValueError, match="cta: expected 0 to 0"):
+        lab.ring(stepper, 1)
