@@ -265,7 +265,7 @@ def test_without_ptxsim_the_lab_says_how_to_get_it() -> None:
 
 
 CEILINGS = {
-    "blazeproto/*.py": 861,
+    "blazeproto/*.py": 866,
     "blazeproto/runtime/**/*.py": 1068,
     "blazeproto/dispatch/**/*.py": 735,
     "blazeproto/router/**/*.py": 2341,
@@ -275,10 +275,10 @@ CEILINGS = {
     "blazeproto/blocksparse/**/*.py": 588,
     "blazeproto/distributed/**/*.py": 502,
     "blazeproto/integrations/**/*.py": 378,
-    "blazeproto/lab/**/*.py": 2937,
-    "ptxsim/*.py": 2947,
-    "scripts/**/*.py": 9073,
-    "tests/**/*.py ptxsim/tests/**/*.py": 24675,
+    "blazeproto/lab/**/*.py": 3042,
+    "ptxsim/*.py": 2991,
+    "scripts/**/*.py": 9111,
+    "tests/**/*.py ptxsim/tests/**/*.py": 25214,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 6979,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

@@ -23,7 +23,7 @@ _HOME_OF = {
     "swizzle": "layouts",
 }
 _MOVED = ("run", "run_together", "step", "tensor_map")  # to ptxsim; to be removed after one release
-_ROOMS = ("accuracy", "ladder", "oracle", "same_bits", "target", "views", "workbench")
+_ROOMS = ("accuracy", "oracle", "same_bits", "target", "views", "workbench")
 __all__ = [
     "BlockWorkbench",
     "Workbench",

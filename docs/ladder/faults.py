@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from rung import Rung
 from rungs import RUNGS
-
-from blazeproto.lab.ladder import Rung
 
 LAST = (
     "        __syncthreads();                      // and all threads' copies; and all warps have multiplied step - 1\n"

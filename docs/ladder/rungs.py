@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
+from rung import Rung
 from torch import Tensor
 
 from blazeproto.lab.accuracy import FUNCTION, ROUNDING, STEP, Reference
-from blazeproto.lab.ladder import Rung
 from blazeproto.lab.verdict import Places
 from blazeproto.runtime.arch import HOPPER
 

@@ -8,14 +8,17 @@ first compared with float64 on the small sizes of its notebook. Times are median
 until all calls of a round are queued; operands of the dense product lie in the L2 cache.
 """
 
-import runpy
+import sys
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-from blazeproto.lab.ladder import FOLDER, Rung
+from scripts.bench.common import REPOSITORY
 from scripts.bench.running import Bench, Item, run
 from scripts.bench.timing import Machine, Row
 
-RUNGS: dict[str, Rung] = runpy.run_path(str(FOLDER / "rungs.py"))["RUNGS"]
+sys.path.append(str(REPOSITORY / "docs" / "ladder"))
+RUNGS: dict[str, Any] = import_module("rungs").RUNGS
 NUMBERS = {rung.entry: int(Path(rung.file).name[0]) for rung in RUNGS.values()}
 RISING = ((1, 2), (2, 3), (4, 5))
 LEAST_OF_DENSE = 0.85  # of rung 5's TFLOP/s, by rung 6

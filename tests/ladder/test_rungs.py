@@ -3,12 +3,11 @@
 from pathlib import Path
 
 import pytest
+import rung as ladder
 from blanks import BLANKS, fill
 from faults import FAULTS, faulty
 from rungs import RUNGS, Grouped
 from wrong_blanks import WRONG
-
-from blazeproto.lab import ladder
 
 SOLUTIONS = ladder.FOLDER / "solutions"
 SLOW = {"tma", "grouped"}  # seconds
@@ -127,7 +126,7 @@ def test_a_rung_is_right_on_a_gpu(name: str) -> None:
     assert verdict and not verdict.on_machine, repr(verdict)
 
 
-# --- blazeproto.lab.ladder ---------------------------------------------------------------------------------------------------
+# --- rung.py ---------------------------------------------------------------------------------------------------------------
 
 
 def test_an_edited_rung_is_compiled_from_its_own_source() -> None:

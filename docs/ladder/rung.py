@@ -1,7 +1,7 @@
-"""The rungs of docs/ladder: small kernels of one dense product, checked, timed, and seen at work.
+"""A rung of the ladder: a small kernel of one dense product, checked, timed, and seen at work.
 
->>> from blazeproto.lab import ladder
->>> rung = ladder.Rung("1-threads.cu", "threads", tile=(16, 16), threads=256, sizes=(32, 32, 32))
+>>> from rung import Rung
+>>> rung = Rung("1-threads.cu", "threads", tile=(16, 16), threads=256, sizes=(32, 32, 32))
 >>> rung.check()     # on a GPU, else on the machine (`ptxsim`), which reports races
 >>> rung.time()      # on a GPU, else as results/h200/ladder.json has it
 
@@ -35,8 +35,8 @@ from blazeproto.runtime import driver
 from blazeproto.runtime.arch import AMPERE, Arch
 from blazeproto.runtime.target import device_of
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-FOLDER, RESULTS = REPOSITORY / "docs" / "ladder", REPOSITORY / "results" / "h200" / "ladder.json"
+FOLDER = Path(__file__).resolve().parent
+RESULTS = FOLDER.parents[1] / "results" / "h200" / "ladder.json"
 NEAR = 12  # turns between two instructions that a picture joins
 KINDS = (
     ("bar.", "wait full"),
