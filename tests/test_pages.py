@@ -67,7 +67,7 @@ def test_the_python_of_readme_and_pages_type_checks(tmp_path: Path) -> None:
 
 SOURCES = sorted((pages.ROOT / "blazeproto").rglob("*.py"))
 EXAMPLES = [path.relative_to(pages.ROOT).as_posix() for path in SOURCES if ">>> " in path.read_text()]
-NEEDS_A_GPU = re.compile(r"\.(check|time|timeline)\(|\bcounters\(|\brecord\(|\bpicture\b")
+NEEDS_A_GPU = re.compile(r"\.(check|time|score|timeline)\(|\bcounters\(|\brecord\(|\bpicture\b")
 GIVEN = """
 from functools import partial
 import rich, torch

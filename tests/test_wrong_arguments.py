@@ -355,7 +355,7 @@ RECORDS = (LowRank, dispatch.Dispatch, gemm.Sizes, blocksparse.Topology, blocksp
 UNREAD = ("token_expert_indices", "overflow")  # what a caller may want of a dispatch, and no product
 DISPATCHERS = ("autograd.Dispatcher", "distributed.AllToAll", "distributed.Symmetric")
 FORMULAS = ("activate", "activate_backward", "gate_and_up", "mathematics", "side_by_side")
-BENCHES, METHODS = ("Workbench", "BlockWorkbench"), ("check", "edit", "reopen", "time", "timeline")
+BENCHES, METHODS = ("Workbench", "BlockWorkbench"), ("check", "edit", "reopen", "score", "time", "timeline")
 RECORD, CALLED, UNSAVED = (
     "a record, checked where it is taken",
     "called by a layer, which has checked",
@@ -386,6 +386,7 @@ LEFT_OUT = {
     "integrations.torchtitan.experts": "called by torchtitan",
     "SavePolicy": "an Enum's constructor is Enum's",
     "Dispatch.plot": "its Axes are matplotlib's",
+    "lab.ring": "a session's: tests/lab",
     **{f"lab.{bench}.{name}": "a session's: tests/lab" for bench in BENCHES for name in METHODS},
     "distributed.Symmetric.take_overflow": CALLED,
     "ptxsim.unwritten": "`run` judges the array",
