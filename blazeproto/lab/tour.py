@@ -39,7 +39,9 @@ To go on, in IPython:
     bench.edit("my_kernels")   # change my_kernels/up.cu, then
     bench.check()              # right, or where it is wrong
     bench.timeline()           # what each warp did, and when
-    bench.score()              # one number to beat, on a Hopper GPU""",
+    bench.score()              # one number to beat, on a Hopper GPU
+
+A clone has docs/ladder, six notebooks from the naive kernel to this one, and docs/glossary.md, the words.""",
 )
 
 
