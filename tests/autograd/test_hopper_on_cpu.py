@@ -16,7 +16,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from blazeproto.activations import ACTIVATIONS, clamped_swiglu
-from blazeproto.autograd import SavePolicy, hopper_backend, mlp, operators, private, steps
+from blazeproto.autograd import SavePolicy, chunks, hopper_backend, mlp, operators, private, steps
+from blazeproto.autograd.call import Beside, ExpertsCall, How, Parameters
+from blazeproto.autograd.options import Options
 from blazeproto.autograd.ranks import EXCHANGES, PeersNamed
 from blazeproto.dispatch import Dispatch
 from blazeproto.gemm import TWINS, down_backward, fused, linear, reduce, up, weight
@@ -143,11 +145,12 @@ class Sends:
     backend, by_products = "hopper", True
 
     def __init__(self, tokens):
-        self.places, self.told, self.plain = 2 * tokens, [], 0
+        self.places, self.told, self.plain, self.sent = 2 * tokens, [], 0, []
 
     def sending(self, t, line, begins, *, awaited):
         assert t.is_contiguous() and t.data_ptr() % 16 == 0 and (len(line), len(begins)) == (2, 3)
         self.told.append(awaited)
+        self.sent.append(weakref.ref(t))
         return self.arrived(t), len(self.told)
 
     def send(self, t, token_ranks):
@@ -168,17 +171,24 @@ class Sends:
     [
         ({}, [True, True, False], ["up", "down_backward", "linear"]),
         ({"save": "recompute"}, [True, True, True, False], ["up", "up", "down_backward", "linear"]),
+        ({"frozen": "gate_up_proj"}, [True, True], ["up", "down_backward"]),
     ],
 )
 @pytest.mark.parametrize("aligned", [True, False])
 def test_products_send_rows(make_case, monkeypatch, options, told, products, aligned):
-    """x in forward; dO, and x again behind up_backward_act, in backward. ``aligned``: whether x is."""
-    case, found = make_case(40, sentinels=True, idle=(2,)), []
+    """x in forward; dO, and x again behind up_backward_act, in backward, with the first of two slices of columns. ``aligned``:
+    whether x is; else a copy is sent, and gone once the launch is made."""
+    case, found, options = make_case(40, sentinels=True, idle=(2,)), [], dict(options)
+    if frozen := options.pop("frozen", None):
+        getattr(case, frozen).requires_grad_(False)
+    halves = range(case.x.shape[1] // 2), range(case.x.shape[1] // 2, case.x.shape[1])
+    monkeypatch.setattr(hopper_backend, "column_slices", lambda *_: halves)
     EXCHANGES["sends"] = exchange = Sends(len(case.x))
     for module in (up, down_backward, linear):
 
         def launch(*given, _launch=module.launch, _name=module.__name__.rsplit(".", 1)[1], sending=None, **named):
             found.append((_name, sending))
+            assert aligned or sending or exchange.sent == [] or exchange.sent[0]() is None
             _launch(*given, sending=sending, **named)
 
         monkeypatch.setattr(module, "launch", launch)
@@ -198,6 +208,26 @@ def test_products_send_rows(make_case, monkeypatch, options, told, products, ali
     assert [name for name, sending in found if sending] == products
     assert [sending for _, sending in found if sending] == [*range(1, 1 + len(told))]
     assert all(map(torch.equal, made, expected))
+
+
+def test_which_layers_products_send_rows(make_case, monkeypatch):
+    """Not of quantized or stored weights, nor beside factors, nor on one rank."""
+    case, t = make_case(8), torch.zeros(1, dtype=torch.int32)
+    EXCHANGES["sends"] = exchange = Sends(len(case.x))
+    parameters = Parameters(case.x, case.gate_up_proj, None, None, None, case.down_proj, None, None, None, case.scores)
+    dispatch = Dispatch(t, t, t, t, 4, 2, 2 * len(case.x))
+
+    def sends(precision="bf16", line=t, **changed):
+        how = How(Options(backend="hopper", precision=precision), exchange="sends")
+        call = ExpertsCall(parameters._replace(**changed), Beside(token_ranks=t, line=line, begins=t), dispatch, how)
+        made = steps.Steps(call, chunks.Chunk(None, None, dispatch), hopper_backend, None, None, None, False)
+        return bool(made.by_products)
+
+    assert sends() and sends(up_bias=t, down_bias=t)
+    assert not sends("fp8") and not sends(line=None) and not sends(up_a=t) and not sends(down_a=t)
+    assert not sends(up_proj=object.__new__(StoredWeight)) and not sends(down_proj=object.__new__(StoredWeight))
+    exchange.by_products = False
+    assert not sends()
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -23,6 +23,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "four ranks, one idle": {"tokens": (2, 1, 0, 2)},
     "eight ranks, some idle": {"tokens": (1, 0, 1, 1, 0, 1, 1, 1), "steps": 1},
     "counts that pass 2^32": {"tokens": (3, 2), "sends": 2**32 - 1, "late": 1},
+    "fewer tiles than CTAs that send": {"tokens": (3, 2), "ctas": 4, "steps": 2},
     "no tile for those that send": {"tokens": (3, 2), "late": 9},
 }
 

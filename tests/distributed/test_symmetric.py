@@ -20,9 +20,20 @@ from blazeproto.autograd import backends
 from blazeproto.autograd.ranks import EXCHANGES, PeersNamed
 from blazeproto.distributed import Symmetric, check_overflow, exchanges, expert_parallel
 from blazeproto.distributed.exchanges import PeerExchange
-from blazeproto.distributed.peer_memory import GROUPS, MAX_RANKS, PART, MemoryLayout, PeerMemory, add_up_kernel, kernel
+from blazeproto.distributed.peer_memory import (
+    GROUPS,
+    MAX_RANKS,
+    PART,
+    SENDING_CTAS,
+    MemoryLayout,
+    PeerMemory,
+    add_up_kernel,
+    kernel,
+)
 from blazeproto.distributed.symmetric import hosts_of
 from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.sending import SENDING_RATE, TILE_RATE, WORDS, that_sends
+from blazeproto.gemm.tiles import TileConfig
 from tests.refusals import refuses
 
 
@@ -240,6 +251,18 @@ def test_sections_have_room_for_what_the_kernels_store() -> None:
     }
     layout = MemoryLayout(ranks, tokens, pairs, d)
     assert {name: size for name, (_, size) in layout.sections.items()} == {name: 4 * n for name, n in words.items()}
+
+
+def test_what_a_product_sends_is_reckoned() -> None:
+    """Of tokens with 2 experts on 2 ranks, 3 of 4 go to the other one. Senders miss the rounds of tiles that this takes."""
+    end = PeerMemory(MemoryLayout(2, 4, 8, 16), rank=1, bases=10, progress=20, device=0, blocks=8, patience=0.5)
+    sending = end.sending(1, 2, 3, num_tokens=4, awaited=True)
+    assert sending.size == 3 * 16 * 2 and len(sending.words) + 1 == len(WORDS)
+    seconds = 2 * 128 * 256 * 64 / TILE_RATE
+    *_, senders, late = sending._replace(size=round(7 * seconds * SENDING_RATE)).beside(TileConfig(), 64)
+    assert (senders, late) == (SENDING_CTAS, 7)
+    pairs = TileConfig(cluster=2)
+    assert that_sends(pairs).cluster == 2 and that_sends(pairs, bias=True).cluster == 1
 
 
 def test_a_meeting_is_what_the_kernels_take() -> None:
