@@ -254,7 +254,7 @@ def test_sections_have_room_for_what_the_kernels_store() -> None:
 
 
 def test_what_a_product_sends_is_reckoned() -> None:
-    """Of tokens with 2 experts on 2 ranks, 3 of 4 go to the other one. Senders miss the rounds of tiles that this takes."""
+    """With 2 experts a token on 2 ranks, 3 of 4 tokens go to the other rank. Senders miss the rounds of tiles that this takes."""
     end = PeerMemory(MemoryLayout(2, 4, 8, 16), rank=1, bases=10, progress=20, device=0, blocks=8, patience=0.5)
     sending = end.sending(1, 2, 3, num_tokens=4, awaited=True)
     assert sending.size == 3 * 16 * 2 and len(sending.words) + 1 == len(WORDS)
