@@ -54,8 +54,8 @@ class Beside(NamedTuple):
     up_kept: Maybe = None  # of `QuantizedWeights`
     down_kept: Maybe = None
     token_ranks: Maybe = None  # of an exchange
-    line: Maybe = None
-    begins: Maybe = None
+    send_order: Maybe = None  # of an exchange whose rows products send
+    send_begins: Maybe = None
     up_scales: Maybe = None  # of stored weights
     up_zeros: Maybe = None
     down_scales: Maybe = None
@@ -144,7 +144,7 @@ class BackendStep(NamedTuple):
     recipe: Recipe = FP8
 
     sending: Any = None
-    """What an exchange tells a product that sends rows."""
+    """A `Sending` (gemm/sending.py): rows that this product brings to other ranks; None for none."""
 
 
 class OuterSum(NamedTuple):

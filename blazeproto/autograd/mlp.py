@@ -179,10 +179,10 @@ def moe_mlp(
         elif not all(t is None or t.is_contiguous() for t in dispatch.arrays.values()):
             arrays: dict[str, Any] = {name: t if t is None else t.contiguous() for name, t in dispatch.arrays.items()}
             dispatch = replace(dispatch, **arrays)
-        ranks, exchange, line, begins = peers or ALONE
+        ranks, exchange, *lists = peers or ALONE
         scales, stored = taken_apart(gate_up_proj, down_proj)
         how = how_of(options, parameters, dispatch.top_k or 0, chunk_tokens, exchange, *stored)
-        call = ExpertsCall(parameters, Beside(*kept, ranks, line, begins, *scales), dispatch, how)
+        call = ExpertsCall(parameters, Beside(*kept, ranks, *lists, *scales), dispatch, how)
         return node.experts.entry(parameters, unobserved=direct)(*pack(call))[0]
 
 

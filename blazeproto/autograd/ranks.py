@@ -41,9 +41,9 @@ class Exchange(Protocol):
     """The name of the backend whose rows ``add_up`` takes."""
 
     by_products: bool
-    """Whether bf16 products can send rows. Then it has ``sending(t, line, begins, *, awaited)``: of t (T, d) and two lists of
-    `PeersNamed` → what ``send`` gives, and what a product is told that brings it there while it multiplies.  awaited: whether
-    that product gathers the rows; else the next ``add_up`` waits for them."""
+    """Whether bf16 products can send rows. Then it has ``sending(t, send_order, send_begins, *, awaited)``: of t (T, d) → what
+    ``send`` gives, and the `Sending` of a product that brings it there while it multiplies.  awaited: whether that product
+    gathers the rows; else the next ``add_up`` waits for them."""
 
     def send(self, t: Any, token_ranks: Tensor) -> Any:
         """t (T, d), this rank's own → (places, d), of all ranks' tokens those with an expert here; the other rows are anything.
@@ -76,10 +76,10 @@ class PeersNamed(NamedTuple):
 
     token_ranks: Tensor | None  # (T,) int32, as `Exchange.send` takes it
     exchange: str
-    line: Tensor | None = (
-        None  # (T (P - 1),) and (6 (P - 1) + 1,) int32: the order in which products send rows (gemm/cuda/sending.cuh)
-    )
-    begins: Tensor | None = None
+    send_order: Tensor | None = None
+    """(T (P - 1),) int32: the order in which products send rows (``line`` of gemm/cuda/sending.cuh)."""
+    send_begins: Tensor | None = None
+    """(6 (P - 1) + 1,) int32: where in it each group of experts begins, by rank."""
 
     @property
     def places(self) -> int | None:

@@ -16,7 +16,7 @@ from blazeproto.autograd.backends import backend_on
 from blazeproto.autograd.call import FIELDS, Backend, BackendStep, ExpertsCall, OuterSum, Parameters, first
 from blazeproto.autograd.chunks import WHOLE, Chunk, chunks_of, take
 from blazeproto.autograd.kept import check_unchanged
-from blazeproto.autograd.operators import cast, ready
+from blazeproto.autograd.operators import cast
 from blazeproto.autograd.policy import Saved, SavePolicy
 from blazeproto.autograd.ranks import EXCHANGES
 from blazeproto.autograd.records import quantized_weight
@@ -113,10 +113,9 @@ class Steps:
         self.sends_quantized = self.exchange and whole and all(t is None for t in in_bf16)
         self.loaded: tuple[Any, Any] = None, None
         self.sending: Any = None
-        self.sent: Any = None
         others = (call.p.up_a, call.p.down_a)  # factors meet the rows before a product does
         plain = not any(isinstance(weight, StoredWeight) for weight in (call.p.up_proj, call.p.down_proj))
-        able = self.exchange and self.exchange.by_products and call.beside.line is not None
+        able = self.exchange and self.exchange.by_products and call.beside.send_order is not None
         self.by_products = able and plain and not call.quantized and all(t is None for t in others)
         self.held: list[Saved] = []
         self.scores = take(call.p.scores, chunk.tokens)
@@ -127,7 +126,7 @@ class Steps:
         """The tokens (T, d) whose rows are here, as products take them: a chunk's, or what an exchange brings, until it brings
         another. In fp8 they are quantized before an exchange sends them, else in each call; then ``loaded[1]`` is as they came,
         for biases and low-rank factors.  operand: what they are, quantized.  plain: not quantized.
-        sends: whether the product that takes them can send them, as ``sending`` says."""
+        sends: whether the product that takes them can send them, as the attribute ``sending`` tells it."""
         if self.loaded[0] is not t:
             here = take(t, self.chunk.tokens).contiguous()  # out.sum() delivers a gradient of stride 0
             if self.by_products and sends:
@@ -141,9 +140,9 @@ class Steps:
         return self.backend.quantized_tokens(self.loaded[1], self.rows, operand)
 
     def _sending(self, t: Tensor, *, awaited: bool) -> Tensor:
-        """t (T, d) -> the places where its rows come, by the next product. ``sent`` has a copy of what is not aligned."""
-        beside, self.sent = self.call.beside, ready(t)
-        rows, self.sending = self.exchange.sending(self.sent, beside.line, beside.begins, awaited=awaited)
+        """t (T, d) -> the places where the next product brings its rows."""
+        beside = self.call.beside
+        rows, self.sending = self.exchange.sending(t, beside.send_order, beside.send_begins, awaited=awaited)
         return rows
 
     # ---- forward -------------------------------------------------------------------------------------------------
@@ -156,8 +155,7 @@ class Steps:
         options: dict[str, Any] = {"activation": self.call.how.options.activation, "recipe": self.call.recipe}
         options["sending"], self.sending = self.sending, None
         step = BackendStep(self.rows, weight, cast(p.up_bias, self.dtype), low=low, **options)
-        made, self.sent = self.backend.up_forward(step, x, take(saved.h, rows), take(saved.act, rows)), None
-        return *made, low and low[0]
+        return *self.backend.up_forward(step, x, take(saved.h, rows), take(saved.act, rows)), low and low[0]
 
     def down(self, act: Tensor, out: Tensor | None, saved: Saved) -> Tensor:
         """-> out (T, d), all of it, made where it is None; act A_down^T in its place."""
@@ -195,7 +193,6 @@ class Steps:
             step, self.sending = BackendStep(self.rows, weight, bias, self.loaded[1], **how), None
             over = self.overwrite_h or again
             dh, d_scores, a_scaled = self.backend.down_backward_act(step, wants, d_out, h, act, overwrite_h=over)
-            self.sent = None
         if needs.scores and self.sums:
             take(self.sums.scores, self.chunk.tokens).copy_(d_scores)
         if needs.down_b:
@@ -232,7 +229,6 @@ class Steps:
                 self.loaded = p.x, self._sending(p.x, awaited=False)
             step, self.sending = BackendStep(self.rows, weight, low=low, sending=self.sending, **self.combined), None
             self.backend.up_backward_act(step, dh, dx)
-            self.sent = None
         return dx, low and low[0]
 
     def up_gradients(self, dh: Any, dh_b: Any, xa: Any) -> tuple[Any, ...]:

@@ -35,8 +35,8 @@ class SharedChoice(NamedTuple):
     pair_tokens: Tensor | None  # (P max_pairs,) int32
     token_offsets: Tensor | None  # (P T + 1,) int32
     token_ranks: Tensor  # (T of this rank,) int32, new
-    line: Tensor | None = None  # of `PeersNamed`, new
-    begins: Tensor | None = None
+    send_order: Tensor | None = None  # of `PeersNamed`, new
+    send_begins: Tensor | None = None
 
 
 class PeerExchange:
@@ -87,21 +87,21 @@ class PeerExchange:
         addresses = [0 if t is None else t.data_ptr() for t in (experts, scores, *given, token_ranks, first_needed)]
         sizes = {"num_tokens": num_tokens, "num_pairs": experts.numel(), "top_k": top_k, "experts_here": experts_here}
         driver.launch(*self.end.share(*addresses, **sizes, stream=current_stream(scores)))
-        line = begins = None
+        order = begins = None
         if first_needed is not None:
-            line, begins, _ = dispatch.kernel(first_needed, GROUPS * others, WHOLE, self.backend)
+            order, begins, _ = dispatch.kernel(first_needed, GROUPS * others, WHOLE, self.backend)
         pairs = self.layout.ranks * self.end.pairs_of_rank(top_k)
         ids, weights = self._section("experts", torch.int32)[:pairs], self._section("scores", torch.float32)[:pairs]
         if top_k:
-            return SharedChoice(ids.view(-1, top_k), weights.view(-1, top_k), None, None, token_ranks, line, begins)
+            return SharedChoice(ids.view(-1, top_k), weights.view(-1, top_k), None, None, token_ranks, order, begins)
         tokens, offsets = (self._section(name, torch.int32) for name in ("pair_tokens", "token_offsets"))
-        return SharedChoice(ids, weights, tokens, offsets, token_ranks, line, begins)
+        return SharedChoice(ids, weights, tokens, offsets, token_ranks, order, begins)
 
-    def sending(self, t: Tensor, line: Tensor, begins: Tensor, *, awaited: bool) -> tuple[Tensor, Sending]:
-        """t: bf16. The launch follows before t is freed."""
-        rows = self._section("rows", torch.bfloat16).view(self.places, self.layout.d_model)
-        addresses = (t.data_ptr(), line.data_ptr(), begins.data_ptr())
-        return rows, self.end.sending(*addresses, num_tokens=len(t), awaited=awaited)
+    def sending(self, t: Tensor, order: Tensor, begins: Tensor, *, awaited: bool) -> tuple[Tensor, Sending]:
+        """t: bf16.  order, begins: of `PeersNamed`."""
+        t, places = ready(t), self._section("rows", torch.bfloat16).view(self.places, self.layout.d_model)
+        addresses = (t.data_ptr(), order.data_ptr(), begins.data_ptr())
+        return places, self.end.sending(*addresses, num_tokens=len(t), awaited=awaited)._replace(rows=t)
 
     def send(self, t: Tensor | Quantized, token_ranks: Tensor) -> Tensor | Quantized:
         """t: bf16, or quantized by token."""

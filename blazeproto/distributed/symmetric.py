@@ -128,7 +128,7 @@ class Symmetric(OverRanks):
             return made[: shape.numel()].view(shape).clone()
 
         moved = Moved.apply(scores, lambda _: choice.scores, back)  # type: ignore[no-untyped-call]
-        peers = PeersNamed(choice.token_ranks, self.name, choice.line, choice.begins)
+        peers = PeersNamed(choice.token_ranks, self.name, choice.send_order, choice.send_begins)
         return Arrived(x, moved, choice.experts, choice.pair_tokens, choice.token_offsets, choice, peers)
 
     def combine(self, partial: Tensor, arrived: Arrived) -> Tensor:

@@ -25,31 +25,11 @@ from blazeproto.gemm.product import (
     tiled_kernel,
     variants,
 )
-from blazeproto.gemm.rows import (
-    address,
-    element_of,
-    h_box,
-    last_maps,
-    rows_plan,
-    scales,
-    shape_of,
-    variant_of,
-    words,
-)
+from blazeproto.gemm.rows import address, element_of, h_box, last_maps, rows_plan, scales, shape_of, variant_of, words
 from blazeproto.gemm.sending import Sending, all_that_send, that_sends
 from blazeproto.gemm.specification import Specification, by_tile, low_rank
 from blazeproto.gemm.stored import alone
-from blazeproto.gemm.tiles import (
-    BM,
-    CANDIDATES,
-    E4M3,
-    SLAB,
-    TILES,
-    TileConfig,
-    chosen,
-    chosen_for_any,
-    table_of,
-)
+from blazeproto.gemm.tiles import BM, CANDIDATES, E4M3, SLAB, TILES, TileConfig, chosen, chosen_for_any, table_of
 from blazeproto.runtime import checks, driver
 
 
@@ -171,7 +151,7 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
         B_MN=not variant.transposed,
         low_rank=variant.low_rank,
         arch=variant.arch,
-        **variant.decoding,
+        **variant.macros,
         **macros,
     )
 

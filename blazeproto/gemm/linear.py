@@ -32,17 +32,7 @@ from blazeproto.gemm.product import (
     tiled_kernel,
     variants,
 )
-from blazeproto.gemm.rows import (
-    address,
-    element_of,
-    last_maps,
-    rank_of,
-    rows_plan,
-    scales,
-    shape_of,
-    variant_of,
-    words,
-)
+from blazeproto.gemm.rows import address, element_of, last_maps, rank_of, rows_plan, scales, shape_of, variant_of, words
 from blazeproto.gemm.sending import Sending, all_that_send
 from blazeproto.gemm.specification import Specification, by_tile, low_rank
 from blazeproto.gemm.stored import Storage, alone
@@ -267,7 +257,7 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
         FUSED_COMBINE=variant.fused * (1 if variant.scores else 2),
         low_rank=variant.low_rank,
         arch=variant.arch,
-        **variant.decoding,
+        **variant.macros,
     )
 
 

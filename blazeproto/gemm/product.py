@@ -81,7 +81,7 @@ class Variant(NamedTuple):
     sends: bool = False
 
     @property
-    def decoding(self) -> dict[str, int | str]:
+    def macros(self) -> dict[str, int | str]:
         """The macros of a kernel that decodes its weights, or sends rows."""
         return (self.stored.macros if self.stored else {}) | ({"SENDS": 1} if self.sends else {})
 

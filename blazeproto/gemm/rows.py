@@ -44,8 +44,6 @@ STORED_ROWS_PARAMS = ROWS_PARAMS._replace(
         *("parts", "part_columns", "part_shift", "slots", "slot_rows", "slot_columns", "decoders"),
     ),
 )
-
-
 SENDING_ROWS_PARAMS = ROWS_PARAMS._replace(words=(*ROWS_PARAMS.words, *(f"sending.{name}" for name in WORDS)))
 
 
@@ -98,11 +96,10 @@ def rows_plan(
         else None,
     )
     numbers: tuple[int, ...] = (num_rows, num_experts, reduction, columns, width if biased else 0, rank)
-    grid = persistent_grid(device, config.cluster, blocks_at_most * -(-columns // tile_columns))
+    # All CTAs of a grid that sends rows begin, also those without a tile.
+    tiles_at_most = num_sms(device) if variant.sends else blocks_at_most * -(-columns // tile_columns)
+    grid = persistent_grid(device, config.cluster, tiles_at_most)
     params = QUANTIZED_ROWS_PARAMS if element.scales else SENDING_ROWS_PARAMS if variant.sends else ROWS_PARAMS
-    grid = (
-        persistent_grid(device, config.cluster, num_sms(device)) if variant.sends else grid
-    )  # with all CTAs that send
     if stored:
         in_row, of_ring, decoded = shape[2] // stored.columns, (0,) * 7, None
         if stored.few:

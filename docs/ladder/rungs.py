@@ -58,7 +58,7 @@ class Grouped(Rung):
 
     @staticmethod
     def expert(offsets: Tensor) -> Tensor:
-        """Of each row."""
+        """Each row's expert, (R,)."""
         return torch.arange(len(offsets) - 1, device=offsets.device).repeat_interleave(offsets.diff())
 
     def work(self, sizes: tuple[int, ...]) -> tuple[float, float]:

@@ -32,7 +32,7 @@ from blazeproto.distributed.peer_memory import (
 )
 from blazeproto.distributed.symmetric import hosts_of
 from blazeproto.gemm.compile import Kernel
-from blazeproto.gemm.sending import SENDING_RATE, TILE_RATE, WORDS, that_sends
+from blazeproto.gemm.sending import SENDING_RATE, TILE_RATE, WORDS, Sending, that_sends
 from blazeproto.gemm.tiles import TileConfig
 from tests.refusals import refuses
 
@@ -225,6 +225,10 @@ def test_rows_are_sent_from_16_byte_aligned_memory(monkeypatch: pytest.MonkeyPat
     made.send(t, torch.ones(3, dtype=torch.int32))
     ((address, came),) = sent
     assert address % 16 == 0 and came == t.clone().view(torch.uint8).numpy().tobytes()
+    made.end = SimpleNamespace(sending=lambda rows, *lists, **sizes: Sending((rows, *lists), sizes["num_tokens"]))
+    lists = torch.zeros(3, dtype=torch.int32), torch.zeros(7, dtype=torch.int32)
+    _, sending = made.sending(t, *lists, awaited=True)  # which keeps the copy
+    assert sending.words[0] % 16 == 0 and sending.rows.data_ptr() == sending.words[0] and torch.equal(sending.rows, t)
 
 
 def test_the_kernels_rows_are_refused_on_another_backend() -> None:

@@ -90,7 +90,7 @@ DEVICE void copy_own_rows(const Sending& s) {
     }
 }
 
-// What counts must have come to: of warps of the other ranks, and of this rank's own rows.
+// The targets of counts: of warps of another rank, and of this rank's own rows.
 struct Awaited {
     uint32_t warps, own;
 };
