@@ -234,7 +234,7 @@ def graph(rank: int, ranks: int, precision: str = "bf16") -> None:
 def rows_sent_by_products(rank: int, ranks: int) -> None:
     """The same bits as rows that are sent before a product, with and without biases, also where a rank has no token."""
     for kind in ("uniform", "zipf", "empty", "one"):
-        for tokens, options in (((640,), {}), ((640, 0), {"bias": True}), ((8, 300), {"save_policy": "recompute"})):
+        for tokens, options in (((640,), {}), ((640, 0), {"bias": True}), ((8, 300), {"save": "recompute"})):
             sizes, results = Sizes(tokens=tokens), []
             for by_products in (True, False):
                 dispatcher = symmetric(sizes)
