@@ -16,8 +16,11 @@ from blazeproto.runtime.arch import AMPERE
 TILE_MACROS = ("BN", *(field.name.upper() for field in fields(TileConfig) if field.name != "tile_n"))
 
 
-def _tiles(entry: str, defines: Mapping[str, Any]) -> tuple[Any, ...]:
-    return entry, *(int(defines.get(macro, 0)) for macro in TILE_MACROS)
+BESIDE_SENDING = ("TICKETS", "CLUSTER")  # which a kernel that sends rows has others of (`gemm.sending.that_sends`)
+
+
+def _tiles(entry: str, defines: Mapping[str, Any], left_out: Sequence[str] = ()) -> tuple[Any, ...]:
+    return entry, *(0 if macro in left_out else int(defines.get(macro, 0)) for macro in TILE_MACROS)
 
 
 def _is_of_ampere(description: Mapping[str, Any]) -> bool:
@@ -29,9 +32,9 @@ def _by_macros(config: TileConfig) -> dict[str, int]:
 
 
 @cache
-def _tiles_of_layer(sizes: Sizes) -> frozenset[tuple[Any, ...]]:
+def _tiles_of_layer(sizes: Sizes, left_out: Sequence[str] = ()) -> frozenset[tuple[Any, ...]]:
     """The tiles that products have in layers of these sizes, whatever their weights, the number of their tokens, and the columns
-    that are made at a time."""
+    that are made at a time. left_out: macros that count as 0."""
     variants = (Variant(), Variant()._replace(f32=True), Variant()._replace(transposed=True))
     described: list[tuple[str, Mapping[str, Any]]] = [
         (kernel.entry, kernel.defines)
@@ -42,15 +45,15 @@ def _tiles_of_layer(sizes: Sizes) -> frozenset[tuple[Any, ...]]:
     row_products = [tiles_for(name, columns) for name in NARROW for columns in WIDTHS] + [FACTOR_ROWS]
     configs = [("linear", config) for config in row_products] + [("weight_gradient", FACTOR_GRADIENT)]
     described += [(entry, _by_macros(config)) for entry, config in configs]
-    return frozenset(_tiles(*each) for each in described)
+    return frozenset(_tiles(*each, left_out) for each in described)
 
 
 @cache
-def _tiles_chosen(sizes: Sizes) -> dict[str, tuple[Any, ...]]:
+def _tiles_chosen(sizes: Sizes, left_out: Sequence[str] = ()) -> dict[str, tuple[Any, ...]]:
     """By the kernel's entry: of the products whose tiles follow from the number of rows too."""
     products = (gemm.PRODUCTS[name] for name in CHOSEN)
     made = [each.kernel(each.tiles(sizes), Variant(True), PACKAGE) for each in products if each.kernel and each.tiles]
-    return {kernel.entry: _tiles(kernel.entry, kernel.defines) for kernel in made}
+    return {kernel.entry: _tiles(kernel.entry, kernel.defines, left_out) for kernel in made}
 
 
 def has_other_tiles(row: Mapping[str, Any], descriptions: Sequence[Mapping[str, Any]]) -> bool:
@@ -66,8 +69,9 @@ def has_other_tiles(row: Mapping[str, Any], descriptions: Sequence[Mapping[str, 
         return any(other_tiles(each, cfg, rows) for each in descriptions)
     made = {_tiles(each["entry"], each["defines"]) for each in descriptions if {"BN"} <= each.get("defines", {}).keys()}
     exact = [_tiles_chosen(each) for each in _all_sizes(cfg, rows)]
-    launched = {entry for entry, *_ in made}
-    return any(entry in launched and made.isdisjoint(each[entry] for each in exact) for entry in exact[0])
+    return any(
+        made.isdisjoint(each[entry] for each in exact) for entry in exact[0].keys() & {entry for entry, *_ in made}
+    )
 
 
 def _all_sizes(cfg: Mapping[str, int], rows: Sequence[int]) -> list[Sizes]:
@@ -84,10 +88,10 @@ def other_tiles(description: Mapping[str, Any], cfg: Mapping[str, int], rows: Se
         return False
     if _is_of_ampere(description):  # whose tiles no size chooses
         return defines["BN"] not in {config.tile_n for config in (*AMPERE.tiles.values(), FACTORS[AMPERE])}
-    entry = description["entry"]
-    tiles = _tiles(entry, description["defines"])
-    exact = [_tiles_chosen(each) for each in _all_sizes(cfg, rows)]
+    entry, left_out = description["entry"], BESIDE_SENDING if "SENDS" in defines else ()
+    tiles = _tiles(entry, defines, left_out)
+    exact = [_tiles_chosen(each, left_out) for each in _all_sizes(cfg, rows)]
     if entry in exact[0]:
         return all(tiles != each[entry] for each in exact)
-    possible = _tiles_of_layer(_all_sizes(cfg, ())[0])
+    possible = _tiles_of_layer(_all_sizes(cfg, ())[0], left_out)
     return entry in {each for each, *_ in possible} and tiles not in possible

@@ -18,6 +18,7 @@ from blazeproto.gemm import Sizes
 from blazeproto.gemm.compile import CUDA_SOURCES, Kernel
 from blazeproto.gemm.product import PACKAGE, Variant
 from blazeproto.gemm.registry import quantized_kernels
+from blazeproto.gemm.sending import that_sends
 from blazeproto.gemm.tiles import TILES, TileConfig
 from blazeproto.router import topk
 from blazeproto.runtime import driver
@@ -213,6 +214,15 @@ def test_no_product_is_taken_for_one_with_other_tiles(number: int) -> None:
         other = described | {"defines": described["defines"] | {"STAGES": 2}}
         assert layer_tiles.other_tiles(other, cfg), product.name
         assert not layer_tiles.other_tiles(other, {"E": 8, "hidden_size": 64})  # not a row of a layer
+
+
+def test_a_product_that_sends_rows_takes_a_layers_tiles_without_tickets() -> None:
+    cfg = {"T": 65536, "d": 2048, "n": 768, "E": 64, "K": 8}
+    product = gemm.PRODUCTS["down_backward_act"]
+    tiles = product.tiles(Sizes(**cfg))
+    for given, others in ((that_sends(tiles), False), (replace(that_sends(tiles), stages=2), True)):
+        sends = identity.described(product.kernel(given, Variant(sends=True), PACKAGE))
+        assert that_sends(tiles) != tiles and layer_tiles.other_tiles(sends, cfg) == others
 
 
 def test_tiles_may_be_those_of_another_number_of_rows() -> None:
