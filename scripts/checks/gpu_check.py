@@ -71,6 +71,7 @@ STEPS = {
     "attention_tiles": Step(
         "python -m scripts.bench.attention_tiles --quick", 2, "python -m scripts.bench.attention_tiles", 3
     ),
+    "clock": Step("python -m scripts.bench.clock --quick", 2, "python -m scripts.bench.clock --time-budget 200", 4),
     "distributed": Step(
         "python -m torch.distributed.run --nproc-per-node 2 -m scripts.bench.distributed --quick",
         3,

@@ -20,6 +20,7 @@ from scripts.bench import running
 NAMES = (
     "attention_tiles",
     "blocksparse",
+    "clock",
     "dispatch",
     "distributed",
     "expert_parallel",

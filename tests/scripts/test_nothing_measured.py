@@ -14,6 +14,7 @@ from tests.scripts.conftest import main_of
 
 NEED_A_GPU = {
     "scripts.bench.attention_tiles": [],
+    "scripts.bench.clock": [],
     "scripts.bench.dispatch": [],
     "scripts.bench.distributed": [],
     "scripts.bench.integrations": [],
