@@ -1,59 +1,78 @@
 """Our experts in other libraries' training: beside transformers' own ``grouped_mm``, in one process, in turn (A B A B).
 
-    python -m scripts.bench.integrations                   # all parts -> results/h200/integrations.json on an H200
-    python -m scripts.bench.integrations --parts gpt_oss   # one; the others' rows stay
+    python -m scripts.bench.integrations                 # all parts -> results/h200/integrations.json on an H200
+    python -m scripts.bench.integrations --parts steps   # one; the others' rows stay
 
-qwen: a whole training step (forward, loss, backward, SGD) of one Qwen3-MoE model of four layers, whose implementation
-`set_experts_implementation` switches; bf16, sdpa, no recomputation. Milliseconds between CUDA events around a step, the host's
-time included; medians of eight steps after two. Peak: the most that the allocator had given out, weights included.
+steps: a whole training step (zero_grad, forward, loss, backward, fused AdamW) of a model with the widths of Qwen3-30B-A3B or
+gpt-oss-20b and a few layers, in bf16 without recomputation. full: all weights are trained. LoRA: peft's adapters of rank 16 on
+attention's projections and on the experts' weights; with ours, `blazeproto.integrations.peft` computes them. Attention: sdpa;
+gpt-oss: flex_attention. One model is switched between the implementations, each once as it is and once with every decoder layer
+under `torch.compile`. Milliseconds between CUDA events around a step, the host's time included; medians of six steps after two.
+Peak: the most that the allocator had given out in the second step, weights and optimizer included.
 
 gpt_oss: the experts module of gpt-oss alone, biases and clamp included, forward + backward; no leaf has a gradient before. Times
 are the durations of the kernels, by the profiler, an overlap counted once; the GPU is held until the host has queued a call.
 
-Random weights, tokens and routing. Before it is timed, each experts module computes by both implementations the same output and
-gradients, on the same input: in a model that which it has there. A loss would not tell: experts that give zeros move the
-one of random weights by 2e-4.
+Random weights, tokens and routing. Before it is timed, each experts module that is trained whole computes by both implementations
+the same output and gradients, on the same input: in a model that which it has there. A loss would not tell: experts that give
+zeros move the one of random weights by 2e-4.
 """
 
 import argparse
 import importlib.util
 import statistics
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from blazeproto.lab.times import Call, elapsed_ms
-from scripts.bench.common import MIB
-from scripts.bench.running import Bench, Item, run
+from scripts.bench.common import MIB, free_memory
+from scripts.bench.running import Bench, Item, of_case, run
 from scripts.bench.timing import Machine, Row, host_ms, relative_difference
 from scripts.command import refuse
 from scripts.lm.ranks import Ranks
 
 IMPLEMENTATIONS = ("grouped_mm", "blazeproto")
+SETTINGS = ("eager", "compiled")
 WARM_UPS = 2
+LEARNING_RATE = 1e-5
+RANK = 16
 
 SAME_OUTPUT = 0.02  # the norm of the difference over that of the output or gradient, in bf16
 
-Sizes = dict[str, int]
+Sizes = dict[str, Any]
 QWEN: Sizes = {
+    "model_type": "qwen3_moe",
     "sequences": 8,
     "tokens": 4096,
     "vocab_size": 32768,
     "hidden_size": 2048,
     "moe_intermediate_size": 768,
     "intermediate_size": 6144,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 10,
     "num_attention_heads": 32,
     "num_key_value_heads": 4,
     "head_dim": 128,
     "num_experts": 128,
     "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
 }
-QWEN_LEAST_RATIO, QWEN_MOST_PEAK = 1.33, 0.85  # grouped_mm's time over ours; our peak over its
-
+GPT_OSS_20B: Sizes = {
+    "model_type": "gpt_oss",
+    "sequences": 4,
+    "tokens": 4096,
+    "vocab_size": 32768,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+}
 GPT_OSS: Sizes = {
     "tokens": 16384,
     "hidden_size": 2880,
@@ -61,7 +80,8 @@ GPT_OSS: Sizes = {
     "num_local_experts": 128,
     "num_experts_per_tok": 4,
 }
-LEAST_RATIO = {"qwen": QWEN_LEAST_RATIO, "gpt_oss": 1.4}
+LEAST_RATIO, LEAST_STEP_RATIO = 1.4, 1.3  # grouped_mm's time over ours, of gpt-oss's experts and of full fine-tuning
+MOST_PEAK = 0.85  # our peak over grouped_mm's, in full fine-tuning of Qwen3's model
 
 
 # ------------------------------------------------------------------------------------------------- an experts module
@@ -103,17 +123,42 @@ class Program:
         return found
 
 
-# ------------------------------------------------------------------------------------------------------ a whole model
+# --------------------------------------------------------------------------------------------------- a training step
 
 
-def qwen_model(sizes: Sizes, device: str) -> Any:
-    """Four layers of Qwen3-MoE in training mode, in bf16."""
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+class Case(NamedTuple):
+    """A model by name, and whether all its weights are trained, "full", or adapters, "LoRA"."""
 
-    config = Qwen3MoeConfig(**sizes, norm_topk_prob=True, use_cache=False)
+    model: str
+    tuning: str
+    sizes: Sizes
+
+    @property
+    def key(self) -> Row:
+        return {"model": self.model, "tuning": self.tuning}
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.tuning}"
+
+
+def model_of(sizes: Sizes, device: str) -> Any:
+    """A model in training mode, in bf16. On a CPU gpt-oss's sinks have no flex_attention."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**sizes, use_cache=False)
+    attention = "sdpa" if config.model_type == "qwen3_moe" else "flex_attention" if device == "cuda" else "eager"
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.bfloat16)
     return model.train()
+
+
+def add_adapters(model: Any) -> None:
+    """peft's adapters into a model, whose own weights are frozen."""
+    from peft import LoraConfig, get_peft_model
+
+    projections = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    experts = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    get_peft_model(model, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=projections, target_parameters=experts))
 
 
 def programs_of(model: Any, ids: Tensor) -> list[Program]:
@@ -132,40 +177,83 @@ def programs_of(model: Any, ids: Tensor) -> list[Program]:
     return [Program(module, x, index, scores, torch.randn_like(x)) for module, (x, index, scores) in inputs.items()]
 
 
-def measure_qwen(sizes: Sizes, machine: Machine) -> Row:
-    """RuntimeError where an experts module's outputs or gradients differ by more than `SAME_OUTPUT`."""
-    config = dict(sizes)
-    batch = {name: config.pop(name) for name in ("sequences", "tokens")}
-    model = qwen_model(config, machine.device)
-    ids = torch.randint(0, sizes["vocab_size"], (*batch.values(),), device=machine.device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    losses: dict[str, list[Tensor]] = {name: [] for name in IMPLEMENTATIONS}
+class Step:
+    """A training step on one batch, which adds its loss to ``losses``."""
 
-    def step() -> None:
-        optimizer.zero_grad()
-        loss = model(input_ids=ids, labels=ids).loss
+    def __init__(self, model: Any, ids: Tensor) -> None:
+        self.model, self.ids, self.losses = model, ids, list[Tensor]()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
+        self.forwards = {
+            layer: dict(zip(SETTINGS, (layer.forward, torch.compile(layer.forward)), strict=True))
+            for layer in model.model.layers
+        }
+
+    def use(self, implementation: str, setting: str) -> None:
+        self.model.set_experts_implementation(implementation)
+        for layer, forward in self.forwards.items():
+            layer.forward = forward[setting]
+
+    def __call__(self) -> None:
+        self.optimizer.zero_grad()
+        loss = self.model(input_ids=self.ids, labels=self.ids).loss
         loss.backward()
-        optimizer.step()
-        losses[model.config._experts_implementation].append(loss.detach())
+        self.optimizer.step()
+        self.losses.append(loss.detach())
 
-    differences = [program.differences() for program in programs_of(model, ids)]
-    samples: dict[str, list[float]] = {name: [] for name in IMPLEMENTATIONS}
-    peaks = dict.fromkeys(IMPLEMENTATIONS, 0)
-    for turn in range(WARM_UPS + machine.rounds):
-        for name in IMPLEMENTATIONS:
-            model.set_experts_implementation(name)
-            if turn < WARM_UPS:
+
+def step_of(case: Case, device: str) -> tuple[Step, list[dict[str, float]]]:
+    """The step, and in full fine-tuning the differences of each experts module.
+
+    RuntimeError where an experts module's outputs or gradients differ by more than `SAME_OUTPUT`.
+    """
+    sizes = {name: size for name, size in case.sizes.items() if name not in ("sequences", "tokens")}
+    model = model_of(sizes, device)
+    ids = torch.randint(0, sizes["vocab_size"], (case.sizes["sequences"], case.sizes["tokens"]), device=device)
+    if case.tuning == "full":
+        return Step(model, ids), [program.differences() for program in programs_of(model, ids)]
+    add_adapters(model)
+    return Step(model, ids), []
+
+
+def measure_steps(case: Case, machine: Machine) -> Row:
+    """Each implementation as it is and compiled, which a CPU leaves out; a compilation that fails is under "refused"."""
+    torch.compiler.reset()  # what it compiled may hold an earlier case's model
+    free_memory()
+    step, differences = step_of(case, machine.device)
+    samples: dict[tuple[str, str], list[float]] = {}
+    peaks, refused = dict[tuple[str, str], int](), dict[str, str]()
+    for program in [(name, setting) for name in IMPLEMENTATIONS for setting in SETTINGS[: 1 + machine.on_gpu]]:
+        step.use(*program)
+        try:
+            for _ in range(WARM_UPS):
                 # Without a GPU nothing is allocated there.
-                peaks[name] = max(peaks[name], torch.cuda.memory_allocated() + machine.peak_bytes(step))
-            else:
-                samples[name].append(elapsed_ms(step, 1) if machine.on_gpu else host_ms(step, 1, calls=1))
+                peaks[program] = torch.cuda.memory_allocated() + machine.peak_bytes(step)
+            samples[program] = []
+        except Exception as error:
+            if program[1] == "eager":
+                raise
+            refused[" ".join(program)] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    for _ in range(machine.rounds):
+        for program, times in samples.items():
+            step.use(*program)
+            times.append(elapsed_ms(step, 1) if machine.on_gpu else host_ms(step, 1, calls=1))
+    found: dict[str, dict[str, Row]] = {name: {} for name in IMPLEMENTATIONS}
+    for (name, setting), times in samples.items():
+        found[name][setting] = {
+            "setting": setting,
+            "ms": round(ms := statistics.median(times), 3),
+            "tokens_per_s": round(1e3 * step.ids.numel() / ms),
+            "peak_MiB": round(peaks[name, setting] / MIB, 1),
+            "samples_ms": [round(time, 3) for time in times],
+        }
     return {
-        "cfg": config | batch,
-        "ms": {name: round(statistics.median(times), 3) for name, times in samples.items()},
-        "samples_ms": {name: [round(time, 3) for time in times] for name, times in samples.items()},
-        "peak_MiB": {name: round(peak / MIB, 1) for name, peak in peaks.items()},
-        "difference": {name: max(each[name] for each in differences) for name in differences[0]},
-        "losses": {name: [round(float(loss), 4) for loss in each] for name, each in losses.items()},
+        "cfg": case.sizes,
+        "programs": found,
+        "best": {name: min(settings.values(), key=lambda each: each["ms"]) for name, settings in found.items()},
+        "refused": refused,
+        "difference": {name: max(each[name] for each in differences) for name in (differences or [{}])[0]},
+        "losses": [round(float(loss), 4) for loss in step.losses],
     }
 
 
@@ -212,39 +300,70 @@ def measure_gpt_oss(sizes: Sizes, machine: Machine) -> Row:
 
 
 def bounds(record: Row) -> Iterator[tuple[str, bool]]:
-    for part, row in record["parts"].items():
+    for row in record["parts"].get("steps", []):
+        case, (theirs, ours) = f"{row['model']}, {row['tuning']}", (row["best"][name] for name in IMPLEMENTATIONS)
+        if row["tuning"] == "full":
+            faster, peak = theirs["ms"] / ours["ms"], ours["peak_MiB"] / theirs["peak_MiB"]
+            yield (
+                f"{case}: {faster:.3f} x as fast as grouped_mm, at least {LEAST_STEP_RATIO}",
+                faster >= LEAST_STEP_RATIO,
+            )
+            if row["cfg"]["model_type"] == "qwen3_moe":
+                yield f"{case}: peak {peak:.3f} of grouped_mm's, at most {MOST_PEAK}", peak <= MOST_PEAK
+    if row := record["parts"].get("gpt_oss"):
         faster = row["ms"]["grouped_mm"] / row["ms"]["blazeproto"]
-        peak, least = row["peak_MiB"]["blazeproto"] / row["peak_MiB"]["grouped_mm"], LEAST_RATIO[part]
-        yield f"{part}: {faster:.3f} x as fast as grouped_mm, at least {least}", faster >= least
-        if part == "qwen":
-            yield f"qwen: peak {peak:.3f} of grouped_mm's, at most {QWEN_MOST_PEAK}", peak <= QWEN_MOST_PEAK
+        yield f"gpt_oss: {faster:.3f} x as fast as grouped_mm, at least {LEAST_RATIO}", faster >= LEAST_RATIO
 
 
 def prepare(options: argparse.Namespace, ranks: Ranks) -> None:
-    if importlib.util.find_spec("transformers") is None:
-        refuse("transformers is not installed: pip install -e '.[transformers]'; nothing was run")
-    from blazeproto.integrations.transformers import register
+    if not all(map(importlib.util.find_spec, ("transformers", "peft"))):
+        refuse("transformers or peft is not installed: pip install -e '.[peft]'; nothing was run")
+    from blazeproto.integrations.peft import register
 
     register()
 
 
-SMALL_QWEN = QWEN | {"sequences": 2, "tokens": 16, "vocab_size": 64, "hidden_size": 32, "moe_intermediate_size": 16}
-SMALL_QWEN |= {"intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-SMALL_QWEN |= {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
-SMALL_GPT_OSS = {
-    "tokens": 40,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_experts_per_tok": 2}
+SMALL_MODEL = SMALL | {
+    "sequences": 2,
+    "tokens": 16,
+    "vocab_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
 }
-PART = partial(Item, key=lambda case: {}, single=True, rounds=8)
+SMALL_QWEN = QWEN | SMALL_MODEL | {"moe_intermediate_size": 16, "num_experts": 4}
+SMALL_GPT_OSS_20B = GPT_OSS_20B | SMALL_MODEL | {"num_local_experts": 4}
+SMALL_GPT_OSS = SMALL | {"tokens": 40, "num_local_experts": 4}
+
+
+def cases(qwen: Sizes, gpt_oss: Sizes) -> list[Case]:
+    models = {"Qwen3-30B-A3B": qwen, "gpt-oss-20b": gpt_oss}
+    return [Case(model, tuning, sizes) for model, sizes in models.items() for tuning in ("full", "LoRA")]
+
+
 BENCH = Bench(
     "integrations",
     __doc__,
     {
-        "qwen": PART(measure_qwen, [QWEN], [SMALL_QWEN], part="parts/qwen"),
-        "gpt_oss": PART(measure_gpt_oss, [GPT_OSS], [SMALL_GPT_OSS], part="parts/gpt_oss"),
+        "steps": Item(
+            measure_steps,
+            cases(QWEN, GPT_OSS_20B),
+            cases(SMALL_QWEN, SMALL_GPT_OSS_20B),
+            key=of_case,
+            part="parts/steps",
+            rounds=6,
+        ),
+        "gpt_oss": Item(
+            measure_gpt_oss,
+            [GPT_OSS],
+            [SMALL_GPT_OSS],
+            key=lambda case: {},
+            part="parts/gpt_oss",
+            single=True,
+            rounds=8,
+        ),
     },
     paragraphs=3,
     bounds=bounds,

@@ -308,7 +308,7 @@ SENTENCES: dict[str, Made] = {
     "block_products_claim": ("blocksparse", block_products_claim),
     "exchange_share": ("distributed", exchange_share),
     **training_tables.TRAINING_CLAIMS | fp8_tables.SENTENCES,
-    **placed(OF_EXPERTS, module_tables.SENTENCES, cost_tables.SENTENCES, review_tables.SENTENCES),
+    **placed(OF_EXPERTS, module_tables.SENTENCES, cost_tables.SENTENCES, review_tables.SENTENCES, tables.SENTENCES),
     **placed(models.SENTENCES, headline_tables.SENTENCES),
 }
 MARKED = re.compile(r"<!-- results:(?P<name>\S+) -->.*?<!-- /results:(?P=name) -->", flags=re.DOTALL)

@@ -13,11 +13,15 @@ from scripts.bench.markdown import (
     SHAPE,
     Entry,
     Record,
+    Sentence,
     Source,
     Table,
     each_of,
+    gpus_of,
+    look_up,
     number,
     plain_shape,
+    rows_of,
     shape_of,
 )
 
@@ -36,10 +40,7 @@ LORA = {  # programs of lora.json
     "full": "`moe_mlp`, all weights trained",
     "peft": "peft on transformers' `grouped_mm`",
 }
-PARTS = {  # of integrations.json
-    "qwen": "training step of Qwen3-MoE, 4 layers",
-    "gpt_oss": "gpt-oss's experts, forward + backward",
-}
+OVER_BEST = f"best.{OURS}.tokens_per_s / best.grouped_mm.tokens_per_s"  # of integrations.json's steps
 
 
 # ------------------------------------------------------------------------------------------------ rows that are derived
@@ -54,8 +55,12 @@ def workspaces(record: Record) -> list[Record]:
     ]
 
 
-def integrated(record: Record) -> list[Record]:
-    return [record["parts"][part] | {"label": label} for part, label in PARTS.items() if part in record["parts"]]
+def experts_alone(record: Record) -> list[Record]:
+    return [row | {"label": "gpt-oss's experts, forward + backward"} for row in rows_of("gpt_oss", record["parts"])]
+
+
+def whole_steps(record: Record) -> list[Record]:
+    return rows_of("steps", record.get("parts", {}))
 
 
 def percent_apart(field: str, result: str, row: Record) -> float:
@@ -136,6 +141,25 @@ def dispatch_entries(rows: list[Record]) -> list[Entry]:
 def dispatch_note(rows: list[Record]) -> str:
     printed = "; the columns marked H100 are the paper's own times (MoEBlaze, Table 3)"
     return f"ms of GPU time{printed if 'paper_sort_ms' in rows[0] else ''}."
+
+
+def not_compiled(_: Record, rows: list[Record]) -> str:
+    """The compilations that failed, or how to measure."""
+    if not rows:
+        return "`python -m scripts.bench.integrations --parts steps` measures them."
+    failed = [(row["model"], row["tuning"], *each) for row in rows for each in row["refused"].items()]
+    return " ".join(f"Failed, {model}, {tuning}: {program} ({why})." for model, tuning, program, why in failed)
+
+
+def steps_claim(rows: list[Record]) -> str:
+    """Our tokens/s over grouped_mm's by model, full fine-tuning and LoRA, each by its best setting; part of a sentence."""
+    found = {(row["model"], row["tuning"]): number(look_up(row, OVER_BEST)) for row in rows}
+    said = [
+        f"{model} {over} (LoRA {found.get((model, 'LoRA'), number(None))})"
+        for (model, tuning), over in found.items()
+        if tuning == "full"
+    ]
+    return f"{', '.join(said)}, on one {gpus_of(rows)}" if said else ""
 
 
 def attention_note(rows: list[Record]) -> str:
@@ -294,8 +318,34 @@ TABLES = {
             ("grouped_mm / ours", f"ms.grouped_mm / ms.{OURS}"),
             ("peak memory, ours / grouped_mm", f"peak_MiB.{OURS} / peak_MiB.grouped_mm"),
         ],
-        rows=integrated,
+        rows=experts_alone,
         packages=("torch", "transformers"),
+    ),
+    "whole_steps": Table(
+        "integrations",
+        [
+            ("model", "model"),
+            ("trained", "tuning"),
+            ("layers", "cfg.num_hidden_layers", 0),
+            ("tokens", lambda row: row["cfg"]["sequences"] * row["cfg"]["tokens"], 0),
+            *(
+                (
+                    f"{name}, tokens/s: eager" if setting == "eager" else setting,
+                    f"programs.{name}.{setting}.tokens_per_s",
+                    0,
+                )
+                for name in (OURS, "grouped_mm")
+                for setting in ("eager", "compiled")
+            ),
+            ("best setting: blazeproto", f"best.{OURS}.setting", None),
+            ("grouped_mm", "best.grouped_mm.setting", None),
+            ("tokens/s of the best, ours / grouped_mm", OVER_BEST),
+            ("peak MiB of the best: blazeproto", f"best.{OURS}.peak_MiB", 0),
+            ("grouped_mm", "best.grouped_mm.peak_MiB", 0),
+        ],
+        rows=whole_steps,
+        packages=("torch", "transformers", "peft"),
+        after=not_compiled,
     ),
     "lora": Table(
         "lora",
@@ -516,3 +566,5 @@ TABLES = {
         packages=("torch", "torchao", "sgl-deep-gemm"),
     ),
 }
+
+SENTENCES = {"steps_claim": Sentence("integrations", steps_claim, whole_steps)}

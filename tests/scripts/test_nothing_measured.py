@@ -59,8 +59,8 @@ def test_without_a_gpu_there_is_one_line_and_no_file(
         ("scripts.bench.layer", ["--configs", "31"], "argument --configs: expected numbers from 1 to 30"),
         (
             "scripts.bench.integrations",
-            ["--parts", "qwen,gpt"],
-            "argument --parts: expected some of qwen, gpt_oss, got gpt",
+            ["--parts", "steps,gpt"],
+            "argument --parts: expected some of steps, gpt_oss, got gpt",
         ),
         ("scripts.bench.products", ["--products", "up"], "argument --products: expected some of"),
         ("scripts.bench.rounding", ["--rounds", "0"], "argument --rounds: expected an int of at least 1, got '0'"),
