@@ -277,8 +277,8 @@ CEILINGS = {
     "blazeproto/integrations/**/*.py": 378,
     "blazeproto/lab/**/*.py": 3042,
     "ptxsim/*.py": 2991,
-    "scripts/**/*.py": 9260,
-    "tests/**/*.py ptxsim/tests/**/*.py": 25295,
+    "scripts/**/*.py": 9264,
+    "tests/**/*.py ptxsim/tests/**/*.py": 25294,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 6979,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

@@ -5,8 +5,7 @@
 //   128 threads, cp.async  x rows ------> | A 128 | B 128 gate, 128 up | -> wgmma -> silu(acc[i]) * acc[i + 64] -> act
 //   one thread, TMA        W boxes --------------------^
 //
-// An expert's last tile has rows past its end: they are zeros, never stored, and 64 of them are not multiplied. d: a multiple
-// of BK; n: of 2. blazeproto/gemm/cuda/up.cu is this kernel with all else that a layer needs.
+// Rows past an expert's end are zeros, never stored, and 64 of them are not multiplied. d: a multiple of BK; n: of 4.
 #include "wgmma.cuh"
 constexpr int BM = 128, BN = 256, BK = 64, STAGES = 4, UNITS = BN / 2, WARPGROUP = 128;  // UNITS: columns of act in a tile
 constexpr int A_BYTES = BM * BK * 2, STRIP_BYTES = A_BYTES / 2, B_BYTES = BN * BK * 2, STAGE_BYTES = A_BYTES + B_BYTES;
@@ -52,10 +51,9 @@ DEVICE void produce(const Grouped& p) {
             rows[i] = p.x + int64_t(p.pairs[min(row + i * PASS_ROWS, tile.row_end - 1)] / p.top_k) * p.d + chunk * CHUNK;
         for (int k = 0; k < p.d; k += BK, ++passed) {
             mbarrier_wait(empty_at(passed), parity_at(passed) ^ 1);
-            if (threadIdx.x == 0) {
-                mbarrier_arrive_expect_tx(full_at(passed), B_BYTES);
-                tma_load_4d(stage_at(passed) + A_BYTES, &p.w, full_at(passed), k, tile.column, 0, tile.expert);
-            }
+            if (threadIdx.x == 0)
+                mbarrier_arrive_expect_tx(full_at(passed), B_BYTES),
+                    tma_load_4d(stage_at(passed) + A_BYTES, &p.w, full_at(passed), k, tile.column, 0, tile.expert);
             const uint32_t to = swizzled(stage_at(passed), first, chunk);
             for (int i = 0; i < PASSES; ++i)
                 cp_async_16(to + i * PASS_ROWS * SWIZZLE_ROW, rows[i] + k, row + i * PASS_ROWS < tile.row_end);
@@ -66,12 +64,16 @@ DEVICE void produce(const Grouped& p) {
 
 DEVICE float swiglu(float gate, float up) { return 0.5f * gate * (1.0f + tanh_approx(0.5f * gate)) * up; }
 DEVICE void store(const Grouped& p, const float (&acc)[BN / 2], const Tile& tile, int strip) {
-    const int lane = threadIdx.x % 32, row = tile.row + strip * WGMMA_M + threadIdx.x / 32 % 4 * 16 + lane / 4;
+    const int lane = threadIdx.x % 32, odd = lane % 2, column = tile.column + odd * 8 + lane % 4 / 2 * 4;
+    const int row = tile.row + strip * WGMMA_M + threadIdx.x / 32 % 4 * 16 + lane / 4;
 #pragma unroll
-    for (int i = 0; i < UNITS / 2; i += 2) {
-        const int r = row + i / 2 % 2 * 8, column = tile.column + i / 4 * 8 + lane % 4 * 2;
-        const uint32_t two = pack_bf16(swiglu(acc[i], acc[i + 64]), swiglu(acc[i + 1], acc[i + 65]));
-        if (r < tile.row_end && column < p.n) *reinterpret_cast<uint32_t*>(p.act + int64_t(r) * p.n + column) = two;
+    for (int i = 0; i < UNITS / 2; i += i % 8 ? 6 : 2) {  // two sums of each i and i + 4: this row's, or the one 8 below
+        const int r = row + i % 8 * 4, c = column + i / 8 * 16;
+        const uint32_t first = pack_bf16(swiglu(acc[i], acc[i + 64]), swiglu(acc[i + 1], acc[i + 65]));
+        const uint32_t second = pack_bf16(swiglu(acc[i + 4], acc[i + 68]), swiglu(acc[i + 5], acc[i + 69]));
+        const uint32_t other = __shfl_xor_sync(~0u, odd ? first : second, 1);  // four lanes store a whole sector, as on rung 5
+        uint2* const four = reinterpret_cast<uint2*>(p.act + int64_t(r) * p.n + c);
+        if (r < tile.row_end && c < p.n) *four = odd ? make_uint2(other, second) : make_uint2(first, other);
     }
 }
 
@@ -83,17 +85,14 @@ DEVICE void consume(const Grouped& p, int strip) {
     for (int index = blockIdx.x, more = next.find(p, index); more;) {
         const Tile tile = next;
         const bool idle = tile.row + strip * WGMMA_M >= tile.row_end;  // no row: the stages are only given back
-        for (int k = 0; idle && k < p.d; k += BK, ++passed) {
-            mbarrier_wait(full_at(passed), parity_at(passed));
-            mbarrier_arrive_if(leads, empty_at(passed));
-        }
+        for (int k = 0; idle && k < p.d; k += BK, ++passed)
+            mbarrier_wait(full_at(passed), parity_at(passed)), mbarrier_arrive_if(leads, empty_at(passed));
         for (int k = 0; !idle && k < p.d; k += BK, ++passed) {
             mbarrier_wait(full_at(passed), parity_at(passed));
             fence_proxy_async();  // cp.async wrote through the generic proxy, wgmma reads through the async one
             const uint32_t at = stage_at(passed), a = descriptor_low(at + strip * STRIP_BYTES, 0), b = descriptor_low(at + A_BYTES, 0);
             pin_registers(acc);
             wgmma_fence();
-#pragma unroll
             for (int i = 0; i < BK / WGMMA_K; ++i)
                 wgmma<0, 0>(acc, matrix_descriptor(a + 2 * i), matrix_descriptor(b + 2 * i), k > 0 || i > 0);
             wgmma_commit_group();

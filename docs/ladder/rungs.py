@@ -17,7 +17,7 @@ class Grouped(Rung):
     """Rung 6. Sizes: tokens, d, n, experts and top_k; each token's experts are random ones."""
 
     numbers = ("tokens", "d", "n", "experts", "top_k")
-    timed = (16384, 2048, 256, 128, 8)
+    timed = (32768, 2048, 768, 128, 8)
     part = "expert"
 
     def operands(self, sizes: tuple[int, ...], device: str) -> dict[str, Tensor]:

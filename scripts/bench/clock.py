@@ -5,15 +5,17 @@
     python -m scripts.bench.clock --cpu --out results/cpu    # two small models on a CPU
 
 The models of train_lm with 8 layers and heads of 128. A step: 32 sequences of 1024 random bytes, forward under bf16 autocast,
-backward, clipping at norm 1, fused AdamW on fp32 weights. The dense model's SwiGLU MLP has the width K n, 3072 at d = 1024, 4096
-at d = 1536. Sizes with more than 4e9 weights of experts are left out. Both models are timed in turn (A B A B), medians of rounds.
-eager_ms: 3 steps in a row from an idle GPU, host included. graph_ms: the same step replayed as a CUDA graph, without the host;
-empty, with the reason in refused, where a model can't be captured. eager, graph: the MoE's time over the dense model's. host_ms:
-the host in a step, waiting for nothing. kernels_ms: durations by the profiler, an overlap counted once, mean of 2 eager steps;
-empty where the profiler lost a marker. products: of the experts or the MLP, with the activation; routing: router, dispatch,
-combine; casts: between dtypes, in the same layers; optimizer: with clipping; rest: attention, norms, embedding, head, loss. The
+backward, clipping at norm 1, fused AdamW on fp32 weights. The dense model's SwiGLU MLP has the width K n, 3072 at d = 1024,
+4096 at d = 1536, and on a GPU runs under torch.compile; all else is eager in both models. Sizes with more than 4e9 weights of
+experts are left out. Both models are timed in turn (A B A B), medians of rounds. eager_ms: 3 steps in a row from an idle GPU,
+host included. graph_ms: the same step replayed as a CUDA graph, without the host; empty, with the reason in refused, where a
+model can't be captured. eager, graph: the MoE's time over the dense model's. host_ms: the host in a step, waiting for nothing.
+kernels_ms: durations by the profiler, an overlap counted once, mean of 2 eager steps; empty where the profiler lost a marker.
+products: of the experts or the MLP, with the activation; routing: router, dispatch, combine; casts: between dtypes, in the same
+layers, but for those that torch.compile fuses; optimizer: with clipping; rest: attention, norms, embedding, head, loss. The
 router's dX, by the experts' kernel, counts as a product. more_ms: kernels_ms of the MoE minus the dense model's. peak_MiB: the
-most that is allocated in an eager step, with weights and AdamW's moments. balance: the largest load over the mean, of all layers.
+most that is allocated in an eager step, with weights and AdamW's moments. balance: the largest load over the mean, of all
+layers.
 """
 
 import re
@@ -52,6 +54,12 @@ class Program:
         with torch.device(device):
             self.ids = torch.randint(VOCABULARY, (config.batch, config.context + 1))
             self.model = GPT(config)
+        if device == "cuda" and config.formulation == "dense":
+            torch.compiler.reset()  # compiled for another case's sizes, it would be made for all
+            for block in self.model.blocks:
+                block.moe.forward = torch.compile(
+                    block.moe.forward
+                )  # SwiGLU in one kernel each way, as experts have it
         self.optimizer = make_optimizer(self.model, config)
         for group in self.optimizer.param_groups:
             group["capturable"] = device == "cuda"

@@ -3,9 +3,9 @@
     python -m scripts.bench.ladder                     # all -> results/h200/ladder.json on an H200
     python -m scripts.bench.ladder --configs 1,4
 
-m = n = k = 4096, bf16, random normal data; rung 6: 16384 tokens, 8 of 128 random experts each, d = 2048, n = 256. Each kernel is
-first compared with float64 on the small sizes of its notebook. Times are medians over rounds by CUDA events, the GPU being held
-until all calls of a round are queued; operands of the dense product lie in the L2 cache.
+m = n = k = 4096, bf16, random normal data; rung 6: 32768 tokens, 8 of 128 random experts each, d = 2048, n = 768. Each kernel
+is first compared with float64 on the small sizes of its notebook. Times are medians over rounds by CUDA events, the GPU being
+held until all calls of a round are queued; operands of the dense product lie in the L2 cache.
 """
 
 import sys
