@@ -70,17 +70,18 @@ class Picture:
         file = io.StringIO()
         with rc_context({"svg.fonttype": "none", "svg.hashsalt": "blazeproto"}):
             self.figure().savefig(file, format="svg", metadata={"Date": None})
-        _, begin, rest = file.getvalue().partition("<svg")
-        made = begin + rest
+        made = "".join(file.getvalue().partition("<svg")[1:])
         for group, titles in self.titles.items():
             before, name, after = made.partition(f'<g id="{group}">')
             first, *parts = re.split(r"(<path\b[^>]*)/>", after, maxsplit=len(titles))
-            named = zip(parts[::2], map(escape, titles), parts[1::2], strict=True)
             made = (
                 before
                 + name
                 + first
-                + "".join(f"{path}><title>{title}</title></path>{rest}" for path, title, rest in named)
+                + "".join(
+                    f"{path}><title>{escape(title)}</title></path>{rest}"
+                    for path, title, rest in zip(parts[::2], titles, parts[1::2], strict=True)
+                )
             )
         return made
 
@@ -89,9 +90,8 @@ class Picture:
 
     def save(self, path: str | Path) -> Path:
         """Write the drawing to a file; its path."""
-        path = Path(path)
-        path.write_text(self.svg())
-        return path
+        (file := Path(path)).write_text(self.svg())
+        return file
 
 
 def blank(width: float, height: float, title: str) -> tuple[Figure, Axes]:

@@ -55,8 +55,7 @@ def tour(show: Any, say: Any, waiting: Any) -> None:
     say(TEXTS[1])
     with tempfile.TemporaryDirectory() as folder:
         sources = EditedSources.copied(f"{folder}/cuda")
-        path = sources.folder / "varlen_m.cuh"
-        text = path.read_text()
+        text = (path := sources.folder / "varlen_m.cuh").read_text()
         try:
             with waiting("compiling up.cu, some seconds"):
                 kernel = gemm.kernel_for("up_forward").compile()
