@@ -209,6 +209,22 @@ def exchange() -> Any:
     return made
 
 
+@pytest.mark.parametrize(("multiprocessors", "sends"), [(31, False), (32, True)])
+def test_products_send_where_half_of_their_grid_does_not(
+    multiprocessors: int, sends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, made in {
+        "distributed._symmetric_memory.empty": torch.zeros(exchange().layout.size, dtype=torch.uint8),
+        "distributed._symmetric_memory.rendezvous": SimpleNamespace(buffer_ptrs=[0]),
+        "cuda.get_device_properties": SimpleNamespace(multi_processor_count=multiprocessors),
+        "cuda.synchronize": None,
+        "distributed.barrier": None,
+    }.items():
+        monkeypatch.setattr(f"torch.{name}", lambda *_, its=made, **__: its)
+    given: Any = SimpleNamespace(rank=lambda: 0), exchange().layout, torch.device("cpu"), 1.0
+    assert PeerExchange(*given).by_products == sends
+
+
 def test_rows_are_sent_from_16_byte_aligned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel loads 16 bytes at a time; a contiguous tensor may begin anywhere."""
     sent = []

@@ -216,13 +216,21 @@ def test_no_product_is_taken_for_one_with_other_tiles(number: int) -> None:
         assert not layer_tiles.other_tiles(other, {"E": 8, "hidden_size": 64})  # not a row of a layer
 
 
-def test_a_product_that_sends_rows_takes_a_layers_tiles_without_tickets() -> None:
+def test_a_product_that_sends_rows_takes_a_layers_tiles_without_tickets_or_pairs() -> None:
     cfg = {"T": 65536, "d": 2048, "n": 768, "E": 64, "K": 8}
-    product = gemm.PRODUCTS["down_backward_act"]
-    tiles = product.tiles(Sizes(**cfg))
-    for given, others in ((that_sends(tiles), False), (replace(that_sends(tiles), stages=2), True)):
-        sends = identity.described(product.kernel(given, Variant(sends=True), PACKAGE))
-        assert that_sends(tiles) != tiles and layer_tiles.other_tiles(sends, cfg) == others
+    for name, variant in (
+        ("down_backward_act", Variant(sends=True)),  # without tickets
+        ("up_forward", Variant(bias=True, sends=True)),  # not in pairs
+    ):
+        tiles = gemm.PRODUCTS[name].tiles(Sizes(**cfg))
+        sends = that_sends(tiles, variant.bias)
+        for given, how, others in (
+            (sends, variant, False),
+            (replace(sends, stages=2), variant, True),
+            (sends, variant._replace(sends=False), True),
+        ):
+            kernel = gemm.PRODUCTS[name].kernel(given, how, PACKAGE)
+            assert sends != tiles and layer_tiles.other_tiles(identity.described(kernel), cfg) == others
 
 
 def test_tiles_may_be_those_of_another_number_of_rows() -> None:
