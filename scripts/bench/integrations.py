@@ -235,6 +235,7 @@ def measure_steps(case: Case, machine: Machine) -> Row:
         step.use(*program)
         try:
             for _ in range(WARM_UPS):
+                free_memory()  # else garbage that the step frees counts twice
                 # Without a GPU nothing is allocated there.
                 peaks[program] = torch.cuda.memory_allocated() + machine.peak_bytes(step)
             samples[program] = []
@@ -347,8 +348,11 @@ SMALL_GPT_OSS = SMALL | {"tokens": 40, "num_local_experts": 4}
 
 
 def cases(qwen: Sizes, gpt_oss: Sizes) -> list[Case]:
-    models = {"Qwen3-30B-A3B": qwen, "gpt-oss-20b": gpt_oss}
-    return [Case(model, tuning, sizes) for model, sizes in models.items() for tuning in ("full", "LoRA")]
+    return [
+        Case(model, tuning, sizes)
+        for model, sizes in (("Qwen3-30B-A3B", qwen), ("gpt-oss-20b", gpt_oss))
+        for tuning in ("full", "LoRA")
+    ]
 
 
 BENCH = Bench(
