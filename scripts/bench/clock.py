@@ -9,13 +9,13 @@ backward, clipping at norm 1, fused AdamW on fp32 weights. The dense model's Swi
 4096 at d = 1536, and on a GPU runs under torch.compile; all else is eager in both models. Sizes with more than 4e9 weights of
 experts are left out. Both models are timed in turn (A B A B), medians of rounds. eager_ms: 3 steps in a row from an idle GPU,
 host included. graph_ms: the same step replayed as a CUDA graph, without the host; empty, with the reason in refused, where a
-model can't be captured. eager, graph: the MoE's time over the dense model's. host_ms: the host in a step, waiting for nothing.
-kernels_ms: durations by the profiler, an overlap counted once, mean of 2 eager steps; empty where the profiler lost a marker.
-products: of the experts or the MLP, with the activation; routing: router, dispatch, combine; casts: between dtypes, in the same
-layers, but for those that torch.compile fuses; optimizer: with clipping; rest: attention, norms, embedding, head, loss. The
-router's dX, by the experts' kernel, counts as a product. more_ms: kernels_ms of the MoE minus the dense model's. peak_MiB: the
-most that is allocated in an eager step, with weights and AdamW's moments. balance: the largest load over the mean, of all
-layers.
+model can't be captured. eager, graph: the MoE's time over the dense model's. host_ms: the host in a step behind another one, with
+its waits for room in the GPU's queue, which two steps can fill. kernels_ms: durations by the profiler, an overlap counted once,
+mean of 2 eager steps; empty where the profiler lost a marker. products: of the experts or the MLP, with the activation; routing:
+router, dispatch, combine; casts: between dtypes, in the same layers; those that torch.compile makes, of the dense model, count as
+products; optimizer: with clipping; rest: attention, norms, embedding, head, loss. The router's dX, by the experts' kernel, counts
+as a product. more_ms: kernels_ms of the MoE minus the dense model's. peak_MiB: the most that is allocated in an eager step, with
+weights and AdamW's moments. balance: the largest load over the mean, of all layers.
 """
 
 import re

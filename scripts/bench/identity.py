@@ -38,7 +38,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 EQUAL = REPOSITORY / "results" / "equal.json"
 KERNELS: dict[str, Description] = {}
 """The description of every kernel that a row has, by its identity: of rows made here, and of files that were read."""
-VERSIONS: dict[str, int] = {"scripts.bench.clock.measure": 2}
+VERSIONS: dict[str, int] = {"scripts.bench.clock.measure": 2, "scripts.bench.integrations.measure_steps": 2}
 """Benchmarks by module and function, with how often what they time, or how, has changed; 1 for those that are not here."""
 RUNTIME = Path(driver.__file__).parent  # host code, but for warp.py
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)

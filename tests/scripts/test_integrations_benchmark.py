@@ -69,6 +69,7 @@ def test_a_training_step_is_timed_in_turn(ran: list[str]) -> None:
 
 @pytest.mark.parametrize("case", [case for case in STEPS if case.tuning == "LoRA"], ids=str)
 def test_adapters_alone_are_trained(case: integrations.Case) -> None:
+    register()
     step, _ = integrations.step_of(case, "cpu")
     step.use("blazeproto", "eager")
     before = {name: parameter.detach().clone() for name, parameter in step.model.named_parameters()}
@@ -86,7 +87,9 @@ def test_layers_are_compiled_and_a_failure_is_recorded(ran: list[str], monkeypat
             raise RuntimeError("no\ngraph")
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(torch, "compile", lambda forward: lambda *args, **kwargs: called(forward, *args, **kwargs))
+    monkeypatch.setattr(
+        torch, "compile", lambda forward, backend: lambda *args, **kwargs: called(forward, *args, **kwargs)
+    )
     monkeypatch.setattr(Machine, "on_gpu", True)
     times = iter(range(9, 0, -1))
     monkeypatch.setattr(integrations, "elapsed_ms", lambda call, calls: (call(), next(times))[1])
@@ -95,6 +98,32 @@ def test_layers_are_compiled_and_a_failure_is_recorded(ran: list[str], monkeypat
     assert row["refused"] == {"blazeproto compiled": "RuntimeError: no graph"} and row["best"][
         "grouped_mm"
     ].items() >= {("setting", "compiled"), ("ms", 5)}
+
+
+def test_an_implementation_is_compiled_as_if_it_were_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With peft's adapters, whose forward breaks graphs."""
+    register()
+    ran: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            ran.append(len(graph.graph.nodes))
+            return graph.forward(*args)
+
+        return run
+
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda _: backend)
+    case, found = next(case for case in STEPS if case.tuning == "LoRA"), []
+    for names in (("blazeproto",), ("grouped_mm", "blazeproto")):
+        torch.compiler.reset()
+        step, _ = integrations.step_of(case, "cpu")
+        for name in names:
+            step.use(name, "compiled")
+            for _ in range(integrations.WARM_UPS):
+                ran.clear()
+                step()
+        found.append([*ran])
+    assert found[0] and found[0] == found[1]
 
 
 @pytest.mark.parametrize(
