@@ -106,7 +106,7 @@ def test_classes_have_their_constructors_and_fields(built: Path, module: str) ->
         assert not given or f"{name}(" in shown, cls
         assert not [parameter for parameter in given if not re.search(rf"\b{parameter}\b", shown)], cls
         if public_docs.is_record(cls):
-            assert re.findall(r"[(,]\s*(\w+)(?=:)", shown) == given, cls
+            assert re.findall(r"[(,]\s*\**(\w+)(?=:)", shown) == given, cls
             fields = public_docs.commented_fields(cls)
             assert not [field for field in fields if f'id="{module}.{name}.{field}"' not in page], cls
 
