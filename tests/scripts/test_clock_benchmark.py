@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from scripts.bench import clock
 
@@ -81,3 +82,12 @@ def test_the_better_ratio_is_bounded() -> None:
         "1.160, eager": False,
         "1.150, graph": True,
     } and [shape.E <= 16 and shape.K <= 2 for shape in clock.FULL] == 8 * [True] + 7 * [False]
+
+
+def test_a_step_clips_the_gradients_of_both_losses_and_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, (a, b) = clock.Program(clock.SMALL, "cpu"), (torch.nn.Parameter(torch.ones(())) for _ in "ab")
+    program.model, program.optimizer = SimpleNamespace(parameters=lambda: [a, b]), torch.optim.SGD([a, b], lr=1.0)
+    clipped: list[Any] = []
+    monkeypatch.setattr(clock, "clip_grad_norm_", lambda given, most: clipped.append([most, *(w.grad for w in given)]))
+    monkeypatch.setattr(clock, "forward", lambda *_, **__: SimpleNamespace(loss=2 * a, aux_loss=3 * b))
+    assert [float(program()), float(program())] == [2.0, -2.0] and clipped == [[1.0, 2.0, 3.0]] * 2

@@ -244,7 +244,14 @@ FAULTS_OF_DECODING = {  # file, text, what takes its place, product, format, wha
         "mxfp4",
         "",
     ),
-    "a run in the wrong half": ("ampere/rows.cuh", "threadIdx.x % 2 * (RUN / CHUNK));", "0);", "down", "mxfp4", "race"),
+    "a run in the wrong half": (
+        "ampere/rows.cuh",
+        "threadIdx.x % 2 * (RUN / CHUNK), run",
+        "0, run",
+        "down",
+        "mxfp4",
+        "race",
+    ),
     "a slot too early": (
         "ampere/mainloop.cuh",
         "copier.finish(before(slot));",
@@ -278,7 +285,7 @@ FAULTS_OF_DECODING = {  # file, text, what takes its place, product, format, wha
         "mxfp4",
         "",
     ),
-    "another row's zero point": ("stored.cuh", "at % 8 * 4", "at % 4 * 4", "dX", "int4", ""),
+    "another row's zero point": ("stored.cuh", "row % 8 * 4", "row % 4 * 4", "dX", "int4", ""),
 }
 
 
