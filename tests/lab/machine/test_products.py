@@ -137,7 +137,8 @@ def test_a_tile_takes_less_than_a_second() -> None:
 
 # --- All of them -----------------------------------------------------------------------------------------------------------
 
-# Ampere's differ in fewer ways: one kernel for each value of each macro. Quantized ones have test_fp8.py and test_fp8_rollout.py.
+# Ampere's differ in fewer ways: one kernel for each value of each macro. Quantized ones have test_fp8.py and
+# test_fp8_rollout.py, those that send rows tests/distributed/test_sending_machine.py.
 QUANTIZED = [*quantize.kernels(), *quantize.kernels(floats=True)]
 QUANTIZED += [kernel for kernel in all_kernels() if "FP8" in kernel.defines]
 EACH_VALUE = {
@@ -149,7 +150,8 @@ EACH_VALUE = {
 ALL = [
     kernel
     for kernel in all_kernels()
-    if kernel not in QUANTIZED and (kernel.arch is not AMPERE or kernel in EACH_VALUE.values())
+    if not (kernel in QUANTIZED or "SENDS" in kernel.defines)
+    and (kernel.arch is not AMPERE or kernel in EACH_VALUE.values())
 ]
 
 
