@@ -105,7 +105,7 @@ FAULTS = (
         "up_forward",
         (("up.cu", "    if (thread == 0) bulk_wait_group_read<0>();\n    if", "    if"),),
         RACE,
-        ("tma_store_3d(", "stmatrix"),
+        ("tma_store_", "stmatrix"),
         shape=SMALL | {"T": 256, "n": 128, "d": 64},
     ),
     Fault(
