@@ -16,7 +16,7 @@ from blazeproto.runtime.arch import AMPERE
 TILE_MACROS = ("BN", *(field.name.upper() for field in fields(TileConfig) if field.name != "tile_n"))
 
 
-BESIDE_SENDING = ("TICKETS", "CLUSTER")  # which a kernel that sends rows has others of (`gemm.sending.that_sends`)
+CHANGED_TO_SEND = ("TICKETS", "CLUSTER")  # macros that `gemm.sending.that_sends` changes
 
 
 def _tiles(entry: str, defines: Mapping[str, Any], left_out: Sequence[str] = ()) -> tuple[Any, ...]:
@@ -88,7 +88,7 @@ def other_tiles(description: Mapping[str, Any], cfg: Mapping[str, int], rows: Se
         return False
     if _is_of_ampere(description):  # whose tiles no size chooses
         return defines["BN"] not in {config.tile_n for config in (*AMPERE.tiles.values(), FACTORS[AMPERE])}
-    entry, left_out = description["entry"], BESIDE_SENDING if "SENDS" in defines else ()
+    entry, left_out = description["entry"], CHANGED_TO_SEND if "SENDS" in defines else ()
     tiles = _tiles(entry, defines, left_out)
     exact = [_tiles_chosen(each, left_out) for each in _all_sizes(cfg, rows)]
     if entry in exact[0]:

@@ -47,7 +47,7 @@ class Step:
 # A kernel that never ends blocks its test inside a CUDA call, where only ending the process helps.
 _TIMEOUT = " --timeout=120 --timeout-method=thread" if importlib.util.find_spec("pytest_timeout") else ""
 # Most of a test is compiling and its oracle.
-_WORKERS = min(24, (os.cpu_count() or 4) * 3 // 4)
+_WORKERS = min(16, (os.cpu_count() or 4) * 3 // 4)
 _PARALLEL = f" -n {_WORKERS} --dist worksteal" if importlib.util.find_spec("xdist") else ""
 _PYTEST = f"python -m pytest -q --no-header --tb=short --durations=10 --disable-warnings -p no:cacheprovider{_TIMEOUT}{_PARALLEL}"
 
