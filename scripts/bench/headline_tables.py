@@ -216,8 +216,8 @@ def single_runs(rows: Rows) -> str:
     return (
         f"Single runs of {' and '.join(far['days'])} on one {far['gpus']}, not the headline's: SonicMoE's time over ours, "
         f"forward + backward, is up to {number(abs(far['here'] - far['there']))} away from the headline's on the {len(rows)} "
-        f"models that both have ({far['label']}, T = {far['cfg']['T']}: {number(far['here'])} here, {number(far['there'])} "
-        "there)."
+        f"models that both have ({far['label']}, T = {far['cfg']['T']}: {number(far['here'])} in the single run, "
+        f"{number(far['there'])} in the headline)."
     )
 
 

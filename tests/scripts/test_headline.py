@@ -150,7 +150,8 @@ def test_how_far_single_runs_are_from_the_headline() -> None:
     ratio = headline_tables.SENTENCES["models_single_runs"]
     assert ratio({"rows": [single]}, headline_record) == (
         "Single runs of 2026-11-27 on one NVIDIA H200, not the headline's: SonicMoE's time over ours, forward + backward, is "
-        f"up to 0.09 away from the headline's on the 1 models that both have ({MODEL}, T = 16384: 1.09 here, 1.00 there)."
+        f"up to 0.09 away from the headline's on the 1 models that both have ({MODEL}, T = 16384: "
+        "1.09 in the single run, 1.00 in the headline)."
     )
     assert ratio({"rows": []}, headline_record) == NOT_MEASURED
 

@@ -295,7 +295,7 @@ def test_a_peer_s_table_has_the_versions_of_its_process() -> None:
     assert "| OLMoE |" in made and "| DBRX |" not in made and "QuACK (it does not run)" in made
     absent["absent"] = {"liger": "it does not run"}
     said = tables.TABLES["models_liger"]({"rows": [absent]})
-    assert said == "Not measured. Absent from some rows: Liger (it does not run)."
+    assert said == "Not measured. Absent: Liger (it does not run)."
 
 
 def test_few_tokens_have_a_floor_of_the_weights_that_they_read() -> None:

@@ -229,3 +229,12 @@ def test_watching_races_takes_about_as_long_again() -> None:
     seconds(True)  # what is read and compiled once
     watched, alone = (min(each) for each in zip(*((seconds(True), seconds(False)) for _ in range(4)), strict=True))
     assert watched < 2.5 * alone, f"{watched:.2f} s, without {alone:.2f} s"
+
+
+def test_a_report_is_as_the_page_shows_it(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "machine.md").read_text()
+    report = page.partition("## Reading a report\n\n")[2].partition("\n\n")[0]
+    bench = Workbench("up_forward", T=100, d=136, n=72, E=2, K=1, device="cpu")
+    header = bench.edit(tmp_path / "sources") / "mainloop.cuh"
+    header.write_text(header.read_text().replace("if (GATHER) fence_proxy_async();", "", 1))
+    assert "".join(report.split()) in "".join(str(bench.check()).split())
