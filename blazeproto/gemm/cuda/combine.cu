@@ -14,8 +14,8 @@
 //
 // LANES threads compute a token's columns. A thread has VECTORS chunks, which lie LANES chunks apart.
 //
-// A thread loads its chunks of all K rows before it adds any. There are as many threads as chunks of the output: while one
-// block ends, others on its multiprocessor have loads under way.
+// A thread loads its chunks of GROUP rows before it adds any: of all K rows if K is fixed and at most 16, else of 8 at a time.
+// No thread goes on to another token: while one block ends, others on its multiprocessor have loads under way.
 //
 // A pair without a row (-1: its expert lives elsewhere) adds nothing.
 //

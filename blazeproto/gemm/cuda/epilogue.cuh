@@ -3,8 +3,8 @@
 //   registers --stmatrix--> slab in shared memory (128-byte swizzle) --TMA store--> global
 //
 // TMA clips at the tensor's last column, and at the expert's last row (`tma_store_rows`). Either the consumer stores its slabs
-// itself (below: the weight gradients, the down backward product), or epilogue warps do (slab_pipeline.cuh: the other row
-// products).
+// itself (below: the weight gradients, the block-sparse products), or epilogue warps do (slab_pipeline.cuh: up and linear). Down
+// backward has no slabs: it stores from the ring (down_backward.cuh).
 #pragma once
 #include "kernel.cuh"
 
@@ -52,8 +52,8 @@ constexpr int SLAB_PAIR_BYTES = 2 * SLAB_BYTES;
 DEVICE uint32_t slabs_of(int strip) { return shared_at(EPILOGUE_OFFSET + strip * SLAB_PAIR_BYTES); }
 
 // Where a consumer stores its slabs itself: part i of its epilogue fills slab i % 2 and then calls `store_slab`, or
-// `skip_slab` if it has nothing to store. There is an even number of parts, run in order, so that the slabs alternate. One
-// barrier for each slab does for both: it tells the storing thread that this slab is full, and all threads that the other
+// `skip_slab` if it has nothing to store. Parts run in order, so that the slabs alternate; with an odd number of them
+// the first one calls `skip_slab` before it writes. One barrier for each slab does for both: it tells the storing thread that this slab is full, and all threads that the other
 // slab has been read.
 DEVICE uint32_t slab_of_part(int index) { return slabs_of(consumer_index()) + index % 2 * SLAB_BYTES; }
 

@@ -50,7 +50,7 @@ DEVICE int expert_at(int position, int experts, int each = 1) {
 
 constexpr int ROW_GROUP = 8;  // row blocks that use the same weights before the next column block comes
 
-// A tile of the row products: the one at `index` of the list that tiles.cuh describes. Before each expert come its row blocks.
+// A tile of the row products: the one at `index` of the list that tiles.cuh describes. `before_expert` counts row blocks.
 // tile_columns: columns of a tile.
 DEVICE RowTile row_tile_at(const RowsParams& p, int index, int tile_columns) {
     const int* blocks = before_expert();

@@ -2,7 +2,7 @@
 //
 //   H[r]   = x[token(r)] . W_up[e]^T (+ bias)      x (T, d) gathered, W_up (E, 2n, d) or (E, n, d), H (R, 2n) or (R, n)
 //   act[r] = f(gate) * g(up)                       act (R, n), from H as rounded to bf16: backward recomputes the same act
-//            or f(H[r]) without a gate             f of activation.cuh: SiLU, GELU, ReLU
+//            or f(H[r]) without a gate             f: a branch of activation.cuh
 //
 //   x rows  --gather-->  A (BM x 64)  \
 //                                       wgmma -> acc (BM x BN) -> slabs of H --TMA----------------> H

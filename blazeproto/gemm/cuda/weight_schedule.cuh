@@ -9,16 +9,16 @@
 //
 //   data-parallel   cluster 0 | tile 0 .............................. | 3 |        stream-K   cluster 0 | tile 0 ....... |
 //                   cluster 1 | tile 1 .. | 4 |                                               cluster 1 | 0 ....... | 1  |
-//                   cluster 2 | 2 | tile 5 |                                                  cluster 2 | 1 .. | 2 | 3 | |
+//                   cluster 2 | 2 | tile 5 |                                                  cluster 2 | 1 .. | 2 | 3 | 4 | 5 |
 //
 // Which of them takes less time follows from the offsets; every CTA computes the same answer for itself.
-//
-// A work unit that begins or ends within a tile computes a partial tile, which it leaves in fp32. weight_sum.cu adds the
-// partial tiles of a tile, in the order of the work units: the same sum every time. They lie in a workspace:
 //
 // To find a tile takes three divisions and loads of the offsets, some 1000 cycles, a quarter of a tile's time where experts have
 // few rows. So a warp of the producer finds BATCH tiles at a time, one a lane, and writes them to shared memory, a tile ahead:
 // who has seen a stage of a tile may read the slot of the next one. So a tile without steps has a stage too, an empty one.
+//
+// A work unit that begins or ends within a tile computes a partial tile, which it leaves in fp32. weight_sum.cu adds the
+// partial tiles of a tile, in the order of the work units: the same sum every time. They lie in a workspace:
 //
 //   workspace   | for each work unit, int2: the tile that it continues, the tile that it begins and does not end; -1 for none |
 //               | for each work unit, two partial tiles (CONTINUED, BEGUN) of each CTA of its cluster: BM x BN fp32, in the   |
