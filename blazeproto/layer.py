@@ -29,7 +29,7 @@ from blazeproto.autograd.ranks import Dispatcher, refuse_ranks
 from blazeproto.autograd.shared_expert import SharedExpert
 from blazeproto.router.choices import check_keywords
 from blazeproto.router.given import checked, routing_of
-from blazeproto.router.router import Router, make_router, router_keywords
+from blazeproto.router.router import Router, check_routing, make_router, router_keywords
 from blazeproto.router.stats import MoEStats
 from blazeproto.runtime.arch import ARCHES
 from blazeproto.runtime.checks import boolean, fixed, integer, require
@@ -207,8 +207,7 @@ class MoE(nn.Module, Shown):
         tokens = x.reshape(-1, self.d_model)
         given, sizes = checked(self.router, x, token_ids, mask, experts, scores), (self.num_experts, self.top_k)
         routing = self.router(tokens, **given) if experts is None else routing_of(experts, scores, x, *sizes, mask)
-        if mask is not None and routing.mask is None:
-            raise TypeError(f"mask: expected a router whose Routing has it, got None from {type(self.router).__name__}")
+        check_routing(routing, self.num_experts, mask)
         if self.shared_expert is not None and torch.compiler.is_compiling():
             tokens = gradient_rounded(tokens)  # of the experts and the shared one, before the router's comes on top
         biases = {"up_bias": self.up_bias, "down_bias": self.down_proj_bias}

@@ -265,20 +265,20 @@ def test_without_ptxsim_the_lab_says_how_to_get_it() -> None:
 
 
 CEILINGS = {
-    "blazeproto/*.py": 866,
+    "blazeproto/*.py": 865,
     "blazeproto/runtime/**/*.py": 1068,
     "blazeproto/dispatch/**/*.py": 735,
-    "blazeproto/router/**/*.py": 2341,
+    "blazeproto/router/**/*.py": 2346,
     "blazeproto/gemm/**/*.py": 2352,
     "blazeproto/stored/**/*.py": 306,
-    "blazeproto/autograd/**/*.py": 2126,
+    "blazeproto/autograd/**/*.py": 2143,
     "blazeproto/blocksparse/**/*.py": 588,
     "blazeproto/distributed/**/*.py": 502,
-    "blazeproto/integrations/**/*.py": 378,
+    "blazeproto/integrations/**/*.py": 379,
     "blazeproto/lab/**/*.py": 3038,
     "ptxsim/*.py": 2991,
     "scripts/**/*.py": 9264,
-    "tests/**/*.py ptxsim/tests/**/*.py": 25355,
+    "tests/**/*.py ptxsim/tests/**/*.py": 25394,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 6979,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

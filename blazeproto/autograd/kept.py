@@ -133,7 +133,8 @@ def records_of(
 ) -> tuple[Tensor, Tensor]:
     """up and down. TypeError for what is not `QuantizedWeights`; ValueError: they are not for x of this dtype or for this
     precision, or not of these weights as they are, which a compiled call finds in its operators (`node.experts`)."""
-    instance("quantized", quantized, QuantizedWeights, optional=True)
+    if not isinstance(quantized, QuantizedWeights):
+        raise TypeError(f"quantized: expected QuantizedWeights, KeptWeights or None, got {type(quantized).__name__}")
     require(all(isinstance(weight, Tensor) for weight in weights), "quantized", "None with stored weights", "some")
     for name, expected, got in (("precision", quantized.precision, precision), ("x", quantized.dtype, dtype)):
         if expected != got:

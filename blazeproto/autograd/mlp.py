@@ -90,7 +90,7 @@ def moe_mlp(
     No gradient is computed for a tensor that does not require one.
 
     Args:
-        x: (T, d) tokens; bfloat16, float16, float32 or float64. Under autocast it is cast.
+        x: (T, d) tokens; bfloat16, float16, float32 or float64. Under autocast it is cast, unless it is float64.
         gate_up_proj: (E, 2n, d), gate rows then up rows (Hugging Face's layout), or alternating (`activations.alternating`), or
             (E, n, d) for an ungated activation; of x's dtype, or float32, or under autocast of any; cast where it is used. A
             gradient has its weight's dtype, and of a float32 weight it is the float32 sum of the products, never rounded to x's.
@@ -123,7 +123,7 @@ def moe_mlp(
         keywords: the fields of `Options`.
 
     Returns:
-        (T, d) in the dtype of ``x`` (of autocast, under it).
+        (T, d) in the dtype of ``x`` (of autocast, under it, unless x is float64).
 
     Raises:
         TypeError, ValueError: an argument does not fit; it is named, with what was expected and what came, and

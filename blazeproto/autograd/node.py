@@ -38,7 +38,7 @@ from blazeproto.autograd.call import (
     unpack,
 )
 from blazeproto.autograd.chunks import WHOLE, take
-from blazeproto.autograd.operators import cast, define
+from blazeproto.autograd.operators import cast, define, once
 from blazeproto.autograd.policy import Saved, places
 from blazeproto.autograd.private import graph_is_kept, hooks_see_saved_tensors, release_saved_tensors, unobserved
 from blazeproto.autograd.ranks import EXCHANGES
@@ -80,7 +80,7 @@ def backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, .
             d_down = steps.down_gradients(d_out, a_scaled, *low)  # 18: dW_3
             del a_scaled, low
         batch.made = Parameters._make((dx, *d_up, *d_down, d_scores, None))  # 29-30: their sums
-    return batch.returned()  # 31: Return
+    return batch.returned() if batch is ctx else once(batch.returned(), d_out)  # 31: Return
 
 
 class Batch:

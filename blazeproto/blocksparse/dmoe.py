@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from blazeproto import gemm
 from blazeproto.activations import activation_named
 from blazeproto.autograd.checks import check_choice, check_experts
-from blazeproto.autograd.operators import as_experts_see, cast, narrow_ids, ready
+from blazeproto.autograd.operators import as_experts_see, cast, narrow_ids, once_differentiable, ready
 from blazeproto.autograd.options import Options
 from blazeproto.blocksparse.baselines import PlainMoE
 from blazeproto.blocksparse.rows import padded_gather, padded_scatter, score_grad
@@ -186,7 +186,7 @@ class BlockExperts(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         rows, h, act, y, up_proj, down_proj, scores = ctx.saved_tensors
         dispatch, up, down, padding = ctx.blocked

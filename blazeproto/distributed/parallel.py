@@ -105,7 +105,8 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
     parameters: one, or any mixture of plain ones (...), whose gradients are the same on all ranks, as they are after a reduction,
     and of DTensors on any meshes; of any float dtype. Those without a gradient are left out.
 
-    Returns the norm before, (), the same on all ranks. All ranks call it. Raises TypeError for ``parameters`` that are no
+    Returns the norm before, (), the same on all ranks, in the gradients' dtype as torch's function does: where that is fp16 and
+    the norm beyond its range, gradients become 0. All ranks call it. Raises TypeError for ``parameters`` that are no
     tensors, TypeError or ValueError for a ``max_norm`` that is no number from 0 on.
     """
     number("max_norm", max_norm, least=0)

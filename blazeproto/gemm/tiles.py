@@ -76,7 +76,7 @@ WIDTHS, DEPTHS, CLUSTERS, SWITCH = (
 class TileConfig(Shown):
     """Tile shape and pipeline of one kernel (cuda/mainloop.cuh draws it). ValueError for what no kernel can have.
 
-    tile_n: columns of a tile, which has 128 rows: 128 or 256; 64 in linear.cu, weight.cu and logits.cu, 192 in linear.cu and dsd.cu.
+    tile_n: columns of a tile, which has 128 rows: 128 or 256; 64 in linear.cu, weight.cu, logits.cu; 192 in linear.cu, dsd.cu.
     stages: depth of the ring: 2 or 4; 8 beside 64 columns.
     deferred: whether a tile's epilogue runs under the next tile's mainloop.
     cluster: CTAs that share what they read (1 or 2): B tiles of a weight gradient, weights elsewhere (cuda/pairs.cuh).

@@ -19,7 +19,7 @@ from transformers.quantizers.auto import (
     register_quantizer,
 )
 
-from blazeproto.runtime.checks import one_of, require
+from blazeproto.runtime.checks import instance, one_of, require
 from blazeproto.stored.module import held, store
 from blazeproto.stored.mxfp4 import BLOCK
 from blazeproto.stored.weight import check_scales
@@ -41,6 +41,7 @@ def store_experts(model: Any, storage: str) -> Any:
     Raises:
         TypeError, ValueError: an argument does not fit; it is named, with what was expected and what came.
     """
+    instance("model", model, torch.nn.Module)
     found: list[Any] = [module for module in model.modules() if hasattr(module, "is_transposed")]
     require(bool(found), "model", "one with experts", type(model).__name__)
     for experts in found:

@@ -128,7 +128,7 @@ class Workbench:
 
     def _set_up(self, product: str, entry: Product, seed: int, config: TileConfig | None, device: str) -> None:
         """What every bench has.  entry: the product in the registry."""
-        checks.integer("seed", seed)
+        checks.require(-(2**63) <= checks.integer("seed", seed) < 2**63, "seed", "an int of 64 bits", seed)
         if config is not None and not isinstance(config, TileConfig):
             raise TypeError(f"config: expected a TileConfig or None, got {type(config).__name__}")
         checks.one_of("device", device, ("auto", "cpu"))

@@ -15,7 +15,8 @@ def updated_bias(bias: Tensor, load: Tensor, rate: float) -> Tensor:
 
     Wang et al. 2024, "Auxiliary-loss-free load balancing", Algorithm 1 (DeepSeek-V3 §2.1.2). bias (E,) floating point,
     load (E,) integers or floating point, on the same device, of the whole batch: sum it over ranks and accumulation steps
-    first. Returns a new bias, of the old one's dtype.
+    first. They are trusted to be finite and not negative: with a NaN among them no bias moves. Returns a new bias, of the old
+    one's dtype.
     """
     checks.number("rate", rate, least=0)
     load = load.to(torch.float64)  # counts are exact, and so is what is compared: E times a load with the sum of all

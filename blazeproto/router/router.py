@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from blazeproto.autograd.backends import check_device
 from blazeproto.autograd.checkpoint import refuse_another_bias
-from blazeproto.autograd.checks import check_dense
+from blazeproto.autograd.checks import FLOAT_DTYPES, check_dense, check_dtype
 from blazeproto.autograd.operators import on_another_gpu
 from blazeproto.autograd.private import refuse_transforms, saved_by_export, unobserved
 from blazeproto.router import fallback, ops, pair_ops
@@ -56,6 +56,17 @@ class Routing(NamedTuple):
     def dropped(self) -> Tensor | None:
         """The share of the token choice's pairs that rounding or a capacity dropped, () on the device; None where neither can."""
         return dropped_share(self.load, self.chosen_load)
+
+
+def check_routing(routing: Any, num_experts: int, mask: Tensor | None) -> None:
+    """TypeError or ValueError unless a router has returned a `Routing` of this many experts, with the mask that it was given."""
+    checks.instance("router", routing, Routing)
+    if routing.load.shape != (num_experts,):
+        raise ValueError(
+            f"router: expected one of {num_experts} experts, got loads of shape {tuple(routing.load.shape)}"
+        )
+    if mask is not None and routing.mask is None:
+        raise TypeError("mask: expected a router whose Routing has it, got None")
 
 
 class Router(nn.Module):
@@ -122,8 +133,7 @@ class Router(nn.Module):
         checks.require(num_groups is None or kind.elementwise, "num_groups", expected, num_groups)
         for name, rate in (("bias_update_rate", bias_update_rate), ("aux_loss", aux_loss), ("z_loss", z_loss)):
             checks.number(name, rate, least=0)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(f"dtype: expected a floating-point torch.dtype or None, got {dtype!r}")
+        check_dtype(dtype)
         check_device(device)
         self.choice = make_choice(choose, choose_options, router_keywords())
         if self.choice is not None and self.choice.LOAD_IS_CHOSEN:
@@ -265,8 +275,8 @@ class Router(nn.Module):
     def _check_input(self, x: Tensor, token_ids: Tensor | None, mask: Tensor | None) -> None:
         refuse_transforms("Router", (x, self.weight))
         check_dense("x", x)
-        if not x.is_floating_point():
-            raise TypeError(f"x: expected a floating-point tensor, got {x.dtype}")
+        if x.dtype not in FLOAT_DTYPES:
+            raise TypeError(f"x: expected one of {', '.join(map(str, FLOAT_DTYPES))}, got {x.dtype}")
         if x.dim() != 2 or x.shape[1] != self.d_model:
             raise ValueError(f"x: expected shape (T, {self.d_model}), got {tuple(x.shape)}")
         for name, shape in (("weight", (self.num_experts, self.d_model)), ("expert_bias", (self.num_experts,))):

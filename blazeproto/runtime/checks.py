@@ -65,7 +65,7 @@ def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
 
 def fixed(owner: object, name: str, value: object, sizes: Sequence[str]) -> None:
     """AttributeError where an attribute among ``sizes`` is set to another value than it has: weights were made for that."""
-    if name in sizes and (had := vars(owner).get(name, value)) != value:
+    if name in sizes and ((had := vars(owner).get(name, value)) != value or type(had) is not type(value)):
         kind = type(owner).__name__
         raise AttributeError(
             f"{name}: expected {had}, which this {kind} was made for, got {value}; make another and load its state"

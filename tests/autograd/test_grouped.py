@@ -233,7 +233,7 @@ def test_a_kept_graph_can_be_used_again() -> None:
     second = torch.autograd.grad(out, tensors, d_out)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     once = torch.autograd.grad(gate_and_up_apart(*tensors, counts), tensors, d_out, create_graph=True)
-    with pytest.raises(RuntimeError, match="has no derivative"):
+    with pytest.raises(RuntimeError, match="can be differentiated once"):
         torch.autograd.grad(once[1].sum(), tensors)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from blazeproto.autograd import SavePolicy, moe_mlp, torch_backend
+from blazeproto.autograd.operators import once_differentiable
 from tests.autograd.cases import assert_close, assert_same_bits
 
 
@@ -78,6 +79,39 @@ def test_double_backward_is_refused(make_case, workspace_bytes, factors):
     (dx,) = torch.autograd.grad(out.square().sum(), case.x, create_graph=True)
     with pytest.raises(RuntimeError, match="can be differentiated once"):
         dx.sum().backward()
+
+
+@pytest.mark.parametrize("save", SavePolicy)
+def test_what_a_backward_keeps_of_frozen_experts_is_no_constant(make_case, save):
+    """H is made of x, but nothing that backward reads requires a gradient."""
+    case = make_case()
+    for tensor in case.trained.values():
+        tensor.requires_grad_(tensor is case.x)
+    for d_out in (case.d_out, case.d_out.clone().requires_grad_()):
+        (plain,) = torch.autograd.grad(case.forward(save=save), case.x, d_out)
+        (dx,) = torch.autograd.grad(case.forward(save=save), case.x, d_out, create_graph=True)
+        assert_same_bits([dx], [plain])
+        with pytest.raises(RuntimeError, match="can be differentiated once"):
+            dx.square().sum().backward(inputs=[d_out] if d_out.requires_grad else None)
+
+
+def test_a_function_that_is_differentiable_once():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.x = x.detach()
+            return x * x
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx, d_out):
+            return (2 * ctx.x * d_out,)
+
+    x = torch.tensor(3.0, requires_grad=True)
+    assert torch.autograd.grad(Square.apply(x), x) == (6,)
+    (dx,) = torch.autograd.grad(Square.apply(x), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="can be differentiated once"):
+        dx.backward()
 
 
 @pytest.mark.parametrize("save", SavePolicy)

@@ -190,6 +190,7 @@ def test_refused_models_stay_as_they_were() -> None:
     model = model_of("qwen3_moe")
     refuses(lambda: store_experts(model, "fp8"), "gate_up_proj's block")
     refuses(lambda: store_experts(model, "fp4"), "storage")
+    refuses(lambda: store_experts(None, "fp8"), "model", TypeError)
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
     store_experts(model, "nf4")
     refuses(lambda: store_experts(model, "nf4"), "storage")

@@ -190,10 +190,10 @@ def test_sizes_are_read_only(name):
         if hasattr(owner, name):
             value = getattr(owner, name)
             setattr(owner, name, copy.copy(value))
-            with pytest.raises(
-                AttributeError, match=rf"{name}: expected .*, which this \w+ was made for, got 1; make another"
-            ):
-                setattr(owner, name, 1)
+            for other in {1, float(value) if isinstance(value, int) else "1"}:
+                text = rf"{name}: expected .*, which this \w+ was made for, got {other}; make another"
+                with pytest.raises(AttributeError, match=text):
+                    setattr(owner, name, other)
             assert getattr(copy.deepcopy(owner), name) == value
 
 
@@ -260,6 +260,23 @@ def test_an_activation_that_is_set_later_is_the_shared_experts_too():
     other.load_state_dict(layer.state_dict())
     layer.activation = "geglu"
     assert layer.shared_expert.activation == "geglu" and torch.equal(layer(x)[0], other(x)[0])
+
+
+def test_a_router_of_other_experts_inside_a_module():
+    class Inside(torch.nn.Module):
+        def __init__(self, experts):
+            super().__init__()
+            self.inner, self.whole = Router(16, experts, 2), True
+
+        def forward(self, x):
+            routing = self.inner(x)
+            return routing if self.whole else tuple(routing)
+
+    layer, x = MoE(16, 24, 4, 2, router=Inside(4)), torch.randn(5, 16)
+    assert layer(x)[0].shape == x.shape
+    layer.router.whole = False
+    refuses(partial(layer, x), "router", TypeError)
+    refuses(partial(MoE(16, 24, 4, 2, router=Inside(5)), x), "router")
 
 
 def test_a_router_that_takes_no_mask():
