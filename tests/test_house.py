@@ -282,7 +282,7 @@ CEILINGS = {
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 6979,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in
-docs/decisions.md that says what was bought."""
+docs/decisions.md ("What the ceilings bought") that says what for."""
 
 
 @pytest.mark.parametrize("room", CEILINGS)
