@@ -38,7 +38,8 @@ from blazeproto.autograd.call import (
     unpack,
 )
 from blazeproto.autograd.chunks import WHOLE, take
-from blazeproto.autograd.operators import cast, define, once
+from blazeproto.autograd.once import once
+from blazeproto.autograd.operators import cast, define
 from blazeproto.autograd.policy import Saved, places
 from blazeproto.autograd.private import graph_is_kept, hooks_see_saved_tensors, release_saved_tensors, unobserved
 from blazeproto.autograd.ranks import EXCHANGES
@@ -80,16 +81,18 @@ def backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, .
             d_down = steps.down_gradients(d_out, a_scaled, *low)  # 18: dW_3
             del a_scaled, low
         batch.made = Parameters._make((dx, *d_up, *d_down, d_scores, None))  # 29-30: their sums
-    return batch.returned() if batch is ctx else once(batch.returned(), d_out)  # 31: Return
+    return batch.returned(d_out)  # 31: Return
 
 
 class Batch:
     """A backward of all chunks, and the gradients that it has made."""
 
-    def __init__(self, call: ExpertsCall, needs: Any, saved: Saved, *, observed: bool, overwrite_h: bool) -> None:
-        """observed: whether somebody is to be told of operators."""
+    def __init__(
+        self, call: ExpertsCall, needs: Any, saved: Saved, *, observed: bool, overwrite_h: bool, again: bool = False
+    ) -> None:
+        """observed: whether somebody is to be told of operators.  again: whether a second backward may come."""
         self.call, self.needs, self.held, self.observed, self.overwrite_h = call, needs, [saved], observed, overwrite_h
-        self.made, self.whole = _NOTHING, call.how.chunk_tokens == WHOLE
+        self.made, self.whole, self.again = _NOTHING, call.how.chunk_tokens == WHOLE, again
 
     def chunks(self, d_out: Tensor | None) -> Iterator[Any]:
         """The steps of each, with what was saved for it in ``held``. None for d_out: there is no gradient."""
@@ -110,7 +113,7 @@ class Batch:
         else:
             self.made = Parameters(*Operators(call, needs, self.held).run("backward", d_out, *self.held.pop()))
 
-    def returned(self) -> tuple[Tensor | None, ...]:
+    def returned(self, d_out: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients, each in its parameter's dtype, and None for what has none."""
         d_up, made = self.made.up_proj, self.made
         if self.call.p.up_rest is not None and d_up is not None:
@@ -118,7 +121,8 @@ class Batch:
             gate, rest = (half if need else None for half, need in halves)
             made = made._replace(up_proj=gate, up_rest=rest)
         of = zip(made, self.call.p, strict=True)
-        return *[None if t is None else cast(t, like.dtype) for t, like in of], *_NO_MORE
+        gradients = *[None if t is None else cast(t, like.dtype) for t, like in of], *_NO_MORE
+        return once(gradients, d_out) if self.again else gradients
 
     def _sums(self, wide: torch.dtype) -> Parameters:
         """Where chunks leave gradients: a token's is one chunk's, a weight's the sum of all."""
@@ -166,13 +170,12 @@ def _needs(ctx: Any) -> Any:
 def _opened(ctx: Any, d_out: Tensor | None) -> Batch:
     """The backward of an autograd node."""
     call, saved = load(ctx, d_out)
-    direct = not torch.is_grad_enabled() and unobserved(
-        (d_out, *tensors_of(call), *saved)
-    )  # enabled: create_graph=True
+    again = torch.is_grad_enabled()  # by create_graph=True
+    direct = not again and unobserved((d_out, *tensors_of(call), *saved))
     # dH may lie over H where only this node can have seen H, and no other backward will ask for it.
     overwrite_h = direct and ctx.alone and not graph_is_kept()
     release_saved_tensors(ctx)  # should this backward fail halfway, there may be no H for another
-    return Batch(call, _needs(ctx), saved, observed=not direct, overwrite_h=overwrite_h)
+    return Batch(call, _needs(ctx), saved, observed=not direct, overwrite_h=overwrite_h, again=again)
 
 
 def _experts_fake(*packed: Any) -> tuple[Tensor | None, ...]:

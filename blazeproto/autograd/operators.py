@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from blazeproto.autograd.once import refuse
 from blazeproto.gemm.tiles import ALIGNMENT
 from blazeproto.stored.weight import StoredWeight
 
@@ -91,51 +92,10 @@ def define(
             torch.library.register_autograd(f"blazeproto::{name}", backward, setup_context=setup, lib=library)
             operator.differentiated = _node(name, forward or _forward(kernel, setup), backward)
         elif not chooses:
-            torch.library.register_autograd(f"blazeproto::{name}", _refuse, lib=library)
+            torch.library.register_autograd(f"blazeproto::{name}", refuse, lib=library)
         return operator
 
     return decorate
-
-
-def _refuse(*_: Any) -> None:
-    raise RuntimeError(
-        "a layer can be differentiated once: a second backward pass reached its gradients (create_graph=True), which have no "
-        "derivative"
-    )
-
-
-class _Once(torch.autograd.Function):
-    """Copies of gradients; a backward pass that reaches one raises."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, d_out: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(None if gradient is None else gradient.clone() for gradient in gradients)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> None:
-        _refuse()
-
-
-def once(gradients: tuple[Tensor | None, ...], d_out: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients that a backward returns. With ``create_graph=True`` a second backward that reaches one raises RuntimeError.
-
-    Else it would take one that was made of what was saved, and of nothing that requires a gradient, for a constant.
-    """
-    if not torch.is_grad_enabled():
-        return gradients
-    made = _Once.apply(torch.empty(0, requires_grad=True), d_out, *gradients)  # type: ignore[no-untyped-call]
-    return tuple(made)
-
-
-def once_differentiable(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
-    """A Function's backward of one gradient, which may use what autograd does not follow, and whose results `once` gives."""
-
-    def run(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.no_grad():
-            made = backward(ctx, d_out)
-        return once(made, d_out)
-
-    return run
 
 
 def _forward(kernel: Callable[..., Any], setup: Callable[..., None]) -> Callable[..., Any]:

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from blazeproto import gemm
 from blazeproto.activations import activation_named
 from blazeproto.autograd.checks import check_choice, check_experts
-from blazeproto.autograd.operators import as_experts_see, cast, narrow_ids, once_differentiable, ready
+from blazeproto.autograd.once import once_differentiable
+from blazeproto.autograd.operators import as_experts_see, cast, narrow_ids, ready
 from blazeproto.autograd.options import Options
 from blazeproto.blocksparse.baselines import PlainMoE
 from blazeproto.blocksparse.rows import padded_gather, padded_scatter, score_grad

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from blazeproto.autograd import SavePolicy, moe_mlp, torch_backend
-from blazeproto.autograd.operators import once_differentiable
+from blazeproto.autograd.once import once_differentiable
 from tests.autograd.cases import assert_close, assert_same_bits
 
 
