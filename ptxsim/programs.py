@@ -123,10 +123,10 @@ def run(
     progress: called with clusters done and in all.
 
     arguments: one for each parameter. A NumPy array (bf16 as uint16) is its address; where CUDA C++ source declares a pointer to
-    numbers, its dtype has to be of these. The kernel may reach all of the array that a view is of; a copy has bounds of its own.
-    A NumPy number has the parameter's size; a Python int or float takes its size and, of .f32 and .f64, its type. A `tensor_map`.
-    An array as `unwritten` memory. A struct is its bytes, a NumPy void, or a tuple of arrays, NumPy numbers and tensor maps,
-    which lie as C has them.
+    numbers, its dtype has to be of these. Through a view the kernel may reach the whole array behind it; a copy has bounds of its
+    own. A NumPy number has the parameter's size; a Python int or float takes its size and, of .f32 and .f64, its type. A
+    `tensor_map`. An array as `unwritten` memory. A struct is its bytes, a NumPy void, or a tuple of arrays, NumPy numbers and
+    tensor maps, which lie as C has them.
 
     TypeError or ValueError naming the argument, before anything runs; CompileError for source that NVRTC refuses, RuntimeError
     for CUDA C++ on macOS, which has no NVRTC. PtxError for what ptxsim does not know, MachineError for what a kernel may not

@@ -8,6 +8,7 @@ from torch import Tensor
 
 
 def refuse(*_: Any) -> None:
+    """The backward of what has no derivative: RuntimeError."""
     raise RuntimeError(
         "a layer can be differentiated once: a second backward pass reached its gradients (create_graph=True), which have no "
         "derivative"
@@ -15,10 +16,10 @@ def refuse(*_: Any) -> None:
 
 
 class _Once(torch.autograd.Function):
-    """Copies of gradients; a backward pass that reaches one raises."""
+    """Copies of gradients; a backward pass that reaches one raises.  anchor: requires a gradient, so that the copies do."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, d_out: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, anchor: Tensor, d_out: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         return tuple(None if gradient is None else gradient.clone() for gradient in gradients)
 
     @staticmethod
@@ -29,14 +30,16 @@ class _Once(torch.autograd.Function):
 def once(gradients: tuple[Tensor | None, ...], d_out: Tensor | None) -> tuple[Tensor | None, ...]:
     """The gradients that a backward returns under ``create_graph=True``. A second backward that reaches one raises RuntimeError.
 
-    Else it would take one that was made of what was saved, and of nothing that requires a gradient, for a constant.
+    A gradient can be made of saved tensors alone, none of which requires a gradient: of frozen experts, dX is made of H. Autograd
+    would take it for a constant.
     """
     made = _Once.apply(torch.empty(0, requires_grad=True), d_out, *gradients)  # type: ignore[no-untyped-call]
     return tuple(made)
 
 
 def once_differentiable(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
-    """A Function's backward of one gradient, which may use what autograd does not follow, and whose results `once` gives."""
+    """A Function's backward of one gradient, run without autograd, its results through `once`. torch's decorator of this name
+    refuses a second backward only where the given gradient requires one itself."""
 
     def run(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         with torch.no_grad():

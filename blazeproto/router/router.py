@@ -63,7 +63,7 @@ def check_routing(routing: Any, num_experts: int, mask: Tensor | None) -> None:
     checks.instance("router", routing, Routing)
     if routing.load.shape != (num_experts,):
         raise ValueError(
-            f"router: expected one of {num_experts} experts, got loads of shape {tuple(routing.load.shape)}"
+            f"router: expected one with {num_experts} experts, got loads of shape {tuple(routing.load.shape)}"
         )
     if mask is not None and routing.mask is None:
         raise TypeError("mask: expected a router whose Routing has it, got None")

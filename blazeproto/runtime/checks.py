@@ -64,7 +64,7 @@ def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
 
 
 def fixed(owner: object, name: str, value: object, sizes: Sequence[str]) -> None:
-    """AttributeError where an attribute among ``sizes`` is set to another value than it has: weights were made for that."""
+    """AttributeError where an attribute among ``sizes`` is set to another value or type: weights were made for it."""
     if name in sizes and ((had := vars(owner).get(name, value)) != value or type(had) is not type(value)):
         kind = type(owner).__name__
         raise AttributeError(
