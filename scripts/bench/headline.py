@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from scripts.bench.common import REPOSITORY, folder_of, gpu_name, read_json
-from scripts.bench.headline_tables import HEADLINE, MODELS_OF, PEERS, RUNS, together
+from scripts.bench.headline_tables import HEADLINE, MODELS_OF, PEERS, together
 from scripts.bench.markdown import OURS
 from scripts.bench.models.apart import measure_apart
 from scripts.bench.models.layers import beside
@@ -34,7 +34,7 @@ SECONDS = 540  # that a run may take: SonicMoE's first one compiles for minutes
 APART = ("Kimi K2",)
 TUNE_ANEW = {"QUACK_FORCE_CACHE_UPDATE": "1"}  # compiled kernels are kept, what was tuned is not read
 HERE = "BENCH_HEADLINE_HERE"  # in the environment of a run's process, which measures
-MOST_RUNS = 9
+RUNS, MOST_RUNS = 3, 9  # of each model: by default, and at most
 
 
 class Run(NamedTuple):

@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 from scripts.bench.common import geometric_mean
@@ -147,13 +146,11 @@ def readme_note(rows: Rows) -> str:
     return f"{tokens_and_runs(rows)} In brackets: ranges of runs wider than {100 * EVEN:.0f} %. {ONLY_SIZES} {programs}"
 
 
-HEADLINE_TABLE = Table(
-    "headline", [*entries(0.0), ("runs", lambda row: len(row["runs"]), None)], headline_note, packages=PACKAGES
-)
 TABLES = {
     "readme": Table("headline", entries(EVEN), readme_note, packages=PACKAGES),
-    "headline": HEADLINE_TABLE,
-    "headline_h100": replace(HEADLINE_TABLE, file="../h100/headline"),
+    "headline": Table(
+        "headline", [*entries(0.0), ("runs", lambda row: len(row["runs"]), None)], headline_note, packages=PACKAGES
+    ),
 }
 
 
@@ -224,7 +221,6 @@ def single_runs(rows: Rows) -> str:
 CLAIM = Sentence("headline", headline_claim, note=warned)
 SENTENCES = {
     "headline_claim": CLAIM,
-    "headline_claim_h100": replace(CLAIM, file="../h100/headline"),
     "module_single_runs": Sentence("module headline", single_runs, partial(beside_headline, TIMES_OURS), note=plainly),
     "models_single_runs": Sentence(
         "models/layers headline", single_runs, partial(beside_headline, one_run("sonic")), note=plainly

@@ -103,7 +103,8 @@ def made_again(description: Description) -> Kernel | NumbaKernel:
         return Kernel(**given | {"options": tuple(given["options"]), "arch": arch})
     module, _, name = given.pop("make").rpartition(".")
     make = getattr(importlib.import_module(module), name)
-    return NumbaKernel(make, given.pop("parameters"), **given.pop("constants"), **given)
+    given |= {key: tuple(value) if isinstance(value, list) else value for key, value in given.pop("constants").items()}
+    return NumbaKernel(make, given.pop("parameters"), **given)
 
 
 @contextmanager

@@ -7,10 +7,10 @@ time limit.
 By default all kernels, tests, short benchmarks and fuzzing; training, sanitizers and the rest by --steps.
 
 A step that hangs is killed at its limit, and the next one starts. Writes results/GPU/check.json: for each step its command,
-outcome, seconds and last lines, when and on which GPU it ran, versions, and a hash of the package's sources. An outcome is "ok",
-"skipped: ..." or "failed: ..."; the exit code is 1 unless all are ok. A benchmark whose own bounds fail is ok, and its step names
-them. With --out, results and the log go there too. Without a Hopper GPU it does nothing. Steps that are not asked for stay in
-check.json as they were.
+outcome, seconds, last lines and failed tests, when and on which GPU it ran, versions, and a hash of the package's sources. An
+outcome is "ok", "skipped: ..." or "failed: ..."; the exit code is 1 unless all are ok. A benchmark whose own bounds fail is ok,
+and its step names them. With --out, results and the log go there too. Without a Hopper GPU it does nothing. Steps that are not
+asked for stay in check.json as they were.
 """
 
 import glob
@@ -47,15 +47,15 @@ class Step:
 # A kernel that never ends blocks its test inside a CUDA call, where only ending the process helps.
 _TIMEOUT = " --timeout=120 --timeout-method=thread" if importlib.util.find_spec("pytest_timeout") else ""
 # Most of a test is compiling and its oracle.
-_WORKERS = min(16, (os.cpu_count() or 4) * 3 // 4)
-_PARALLEL = f" -n {_WORKERS} --dist worksteal" if importlib.util.find_spec("xdist") else ""
-_PYTEST = f"python -m pytest -q --no-header --tb=short --durations=10 --disable-warnings -p no:cacheprovider{_TIMEOUT}{_PARALLEL}"
+_WORKERS = (os.cpu_count() or 4) * 3 // 4
+_PARALLEL = f" -n {min(16, _WORKERS)} --dist worksteal" if importlib.util.find_spec("xdist") else ""
+_PYTEST = f"python -m pytest -v --no-header --tb=short --durations=10 --disable-warnings -p no:cacheprovider{_TIMEOUT}{_PARALLEL}"
 
 LAST_LINES = 60  # of a step's output that are printed and kept in check.json
 STEPS = {
     "kernels": Step("python -m blazeproto kernels", 2),  # into the cache, before many processes want them
     "tests": Step(f"{_PYTEST} -x -m 'gpu and not full'", 9, f"{_PYTEST} -m gpu", 9),
-    "tests_on_two": Step(f"{_PYTEST}{_PARALLEL and ' -n 16'} -m gpu", 9, gpus=2),
+    "tests_on_two": Step(f"{_PYTEST}{_PARALLEL and f' -n {min(32, _WORKERS)}'} -m gpu", 9.5, gpus=2),
     "batch": Step(
         "python -m scripts.checks.batch_invariance --cases 500 --seconds 300 --out results/h200/batch_invariance.json",
         6,
@@ -126,6 +126,7 @@ DEFAULT_STEPS = "kernels,tests,module,router,layer,products,dispatch,fuzz"
 
 
 FINDINGS = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
+FAILED = re.compile(r"(?:FAILED|ERROR) (tests/.+?)(?: - |$)")  # a line of `pytest -v` with xdist, or of its summary
 TESTS = re.compile(r"\d+ (passed|failed|skipped).* in [\d.]+s")
 
 
@@ -190,6 +191,8 @@ def run(name: str, full: bool, seconds_left: float, log: Path) -> dict[str, Any]
             record["findings"] = int(found[1])
         if TESTS.search(line):
             record["tests"] = line.strip("= ")
+    if failed := {found[1] for line in lines if (found := FAILED.search(line))}:
+        record["failed_tests"] = sorted(failed)
     if failing := [line.removeprefix("FAILS ").strip() for line in lines if line.startswith("FAILS ")]:
         record["bounds_that_fail"] = failing  # of a benchmark
     print(f"--- {name}: {outcome}, {record['seconds']} s", flush=True)

@@ -14,6 +14,8 @@ from blazeproto.lab import times
 from scripts.bench import common, peers, rounding, timing
 from scripts.checks import gpu_check
 
+FAILED = "[gw1] [ 54%] FAILED tests/a.py::test[b c]"
+
 
 def test_the_shapes_of_both_papers() -> None:
     assert [len(shapes) for shapes in common.TABLES.values()] == [12, 6, 5] and len(set(common.SHAPES)) == 23
@@ -116,7 +118,7 @@ def test_rounding_leaves_no_row_of_a_tile_empty() -> None:
 
 def test_a_step_is_ended_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = {
-        "hangs": gpu_check.Step('python -c "print(1, flush=True); import time; time.sleep(60)"', minutes=1),
+        "hangs": gpu_check.Step(f"python -c 'print(\"{FAILED}\", flush=True); import time; time.sleep(60)'", minutes=1),
         "works": gpu_check.Step("python -c \"print('ERROR SUMMARY: 3 errors')\"", minutes=1),
         "sees": gpu_check.Step("python -c \"import os; print(os.environ['CUDA_VISIBLE_DEVICES'])\"", minutes=1),
         "sees two": gpu_check.Step(
@@ -128,10 +130,11 @@ def test_a_step_is_ended_at_its_limit(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(gpu_check, "STEPS", steps)
     monkeypatch.setattr(sys, "stdout", sys.stderr)
     hung = gpu_check.run("hangs", full=False, seconds_left=1.0, log=tmp_path / "log")
-    assert hung["outcome"] == "failed: killed after 1 s" and hung["last_lines"] == ["1"]
     worked = gpu_check.run("works", full=False, seconds_left=30.0, log=tmp_path / "log")
-    assert worked["outcome"] == "ok" and worked["findings"] == 3
+    assert hung["outcome"] == "failed: killed after 1 s" and hung["last_lines"] == [FAILED]
+    assert worked["outcome"] == "ok" and worked["findings"] == 3 and hung["failed_tests"] == ["tests/a.py::test[b c]"]
     for name, seen in {"sees": "4", "sees two": "4,7"}.items():
         assert gpu_check.run(name, full=False, seconds_left=30.0, log=tmp_path / "log")["last_lines"] == [seen]
-    refused = gpu_check.run("needs three", full=False, seconds_left=30.0, log=tmp_path / "log")
-    assert refused == {"outcome": "skipped: needs 3 GPUs, there are 2"}
+    assert gpu_check.run("needs three", full=False, seconds_left=30.0, log=tmp_path / "log") == {
+        "outcome": "skipped: needs 3 GPUs, there are 2"
+    }

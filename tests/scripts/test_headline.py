@@ -1,4 +1,4 @@
-"""The headline's rule: medians of at least three runs, ratios within 2 % of 1 even, rows of one GPU and one set of kernels."""
+"""The headline's rule: medians of at least two runs, ratios within 2 % of 1 even, rows of one GPU and one set of kernels."""
 
 import json
 import re
@@ -73,7 +73,7 @@ def test_within_two_percent_is_even(ratio: float, verdict: str) -> None:
 
 def test_one_model_is_named_with_the_range_of_its_runs() -> None:
     runs = [run(MODEL, 10.0, sonic=theirs) for theirs in (9.6, 9.0, 9.5)]
-    claim = CLAIM({"rows": [together(runs), *record(two=(OTHER, 3.0, 2))["rows"]]})
+    claim = CLAIM({"rows": [together(runs), *record(two=(OTHER, 3.0, 1))["rows"]]})
     assert (
         f"It is slower than SonicMoE's module on {MODEL}: 0.95 times as fast (0.90 to 0.96), the median and range of 3 runs."
         in claim
@@ -84,7 +84,7 @@ def test_one_model_is_named_with_the_range_of_its_runs() -> None:
 
 
 def test_the_claim_counts_each_model_once() -> None:
-    made = record(a=(MODEL, 1.21, 3), b=(OTHER, 0.97, 4), c=(THIRD, 1.0, 3), d=(FOURTH, 1.5, 2))
+    made = record(a=(MODEL, 1.21, 3), b=(OTHER, 0.97, 4), c=(THIRD, 1.0, 3), d=(FOURTH, 1.5, 1))
     claim = CLAIM(made)
     assert f"on 1 of 3 models, even, within 2 %, on {THIRD}, slower on {OTHER}" in claim
     mean = (1.21 * 0.97 * 1.0) ** (1 / 3)
@@ -92,15 +92,14 @@ def test_the_claim_counts_each_model_once() -> None:
     assert "SonicMoE's module" in claim and "on one NVIDIA H200." in claim and FOURTH not in claim
 
 
-def test_fewer_than_three_runs_count_for_nothing() -> None:
-    made = record(a=(MODEL, 1.21, 2))
-    assert CLAIM(made).startswith("No model has 3 runs yet") and CLAIM({"rows": []}) == NOT_MEASURED
+def test_a_single_run_counts_for_nothing() -> None:
+    made = record(a=(MODEL, 1.21, 1))
+    assert CLAIM(made).startswith("No model has 2 runs yet") and CLAIM({"rows": []}) == NOT_MEASURED
     assert headline_tables.times_ours(made["rows"][0], "sonic") is None
-    cells = TABLE(made).splitlines()[2].split(" | ")
-    assert cells[1:] == ["10.00", *["–"] * 5, "2 |"]
-    beside = TABLE(record(a=(MODEL, 1.21, 2), b=(OTHER, 1.1, 3)))
-    assert f"medians of 3 runs. Fewer runs than the rule's 3, so no ratio: {MODEL} (2). " in beside
-    with_one_more = together([run(MODEL, 10.0, sonic=12.0)] * 2 + [run(MODEL, 10.0)])
+    assert TABLE(made).splitlines()[2].split(" | ")[1:] == ["10.00", *["–"] * 5, "1 |"]
+    beside = TABLE(record(a=(MODEL, 1.21, 1), b=(OTHER, 1.1, 3)))
+    assert f"medians of 3 runs. Fewer runs than the rule's 2, so no ratio: {MODEL} (1). " in beside
+    with_one_more = together([run(MODEL, 10.0, sonic=12.0), run(MODEL, 10.0)])
     assert headline_tables.times_ours(with_one_more, "sonic") is None, "a run without the peer is none of it"
 
 
@@ -145,7 +144,7 @@ def test_a_caption_says_whose_programs_do_not_take_turns() -> None:
 
 
 def test_how_far_single_runs_are_from_the_headline() -> None:
-    headline_record = record(a=(MODEL, 1.0, 3), b=(FOURTH, 1.5, 2))
+    headline_record = record(a=(MODEL, 1.0, 3), b=(FOURTH, 1.5, 1))
     single = run(OTHER, 10.0, sonic=10.9)  # of the same sizes
     ratio = headline_tables.SENTENCES["models_single_runs"]
     assert ratio({"rows": [single]}, headline_record) == (
@@ -164,7 +163,7 @@ def test_a_plot_s_legend_is_whole_and_its_colours_differ() -> None:
     inside = legend.get_window_extent()
     assert inside.x0 >= 0 and inside.x1 <= figure.bbox.width and len(legend.get_texts()) == 4
     assert len({*plot_results.COLORS.values()}) == len(plot_results.COLORS)
-    assert not plot_results.with_runs(record(a=(MODEL, 1.1, 2)))
+    assert not plot_results.with_runs(record(a=(MODEL, 1.1, 1)))
 
 
 def test_a_run_is_a_process_that_measures_one_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from blazeproto import gemm
+from blazeproto.blocksparse import topology
 from blazeproto.dispatch import limit, tiled
 from blazeproto.distributed import peer_memory
 from blazeproto.gemm import Sizes
@@ -111,7 +112,8 @@ def test_a_numba_kernel_is_the_modules_that_it_takes_device_code_from(monkeypatc
 
 def kernels_of_numba() -> list[NumbaKernel]:
     route = topk.forward_kernel(128, 8, "sigmoid", True, 1.0, False, False, True)
-    return [*tiled.kernels(1024, 8, 128, "int32"), limit.KERNEL, route]
+    # The last one has a tuple among its constants, which JSON makes a list.
+    return [*tiled.kernels(1024, 8, 128, "int32"), limit.KERNEL, route, topology.kernel((0, 2, 4), 2)]
 
 
 def test_a_kernel_is_made_again_from_its_description() -> None:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 from blazeproto import cost
@@ -21,7 +20,7 @@ from scripts.bench.markdown import (
 from scripts.bench.module_tables import standing
 from scripts.bench.paper.tables import SHAPE, BesideFloor, Programs, experts_ms, floor, of, ratio
 
-RUNS = 3  # of a model, of which the headline is the median
+RUNS = 2  # of a model, at least, of which the headline is the median
 MODEL: Entry = ("model", "label")
 PRINTED = {2: "1.15", 128: "20"}  # MegaBlocks, Figure 10: SwitchMLP's time over dMoE's, on an A100
 PRINTED_BATCH = {"dmoe": "64", "dropping": "32"}  # MegaBlocks, Table 3: dMoE-XS by MegaBlocks and by Tutel
@@ -234,9 +233,5 @@ TABLES = {
         "Rows gathered, each program in processes of its own.",
         ran("quack"),
     ),
-}
-TABLES |= {
-    f"models_{name}_h100": replace(TABLES[f"models_{name}"], file=f"../h100/models/{name}")
-    for name in ("ratios", "liger", "quack")
 }
 """By the name of a marker, as `scripts.bench.tables.TABLES`."""
