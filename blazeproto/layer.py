@@ -234,7 +234,7 @@ class MoE(nn.Module, Shown):
             shared = self.shared_expert(tokens, backend, self.options.save)
             out = out + (shared if mask is None else shared.where(mask.reshape(-1, 1), 0))
         aux_losses = refuse_lost_gradients(routing.aux_losses)
-        stats = MoEStats(routing.load, aux_losses, overflow, getattr(routing, "chosen_load", None))
+        stats = MoEStats(routing.load, aux_losses, overflow, routing.chosen_load)
         return out if x.dim() == 2 else out.view(x.shape), stats
 
     def store_weights(self, storage: str) -> None:

@@ -24,6 +24,8 @@ from tests.locks import alone
 
 # Several of xdist's processes share the GPUs, whose memory is not enough for all on one; JAX would take three quarters of one's.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# On some CPUs MKL's bits depend on where an operand lies in memory, unless it is told otherwise before its first call.
+os.environ.setdefault("MKL_CBWR", "AUTO")
 if len(gpus := os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) > 1:
     first = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % len(gpus)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])

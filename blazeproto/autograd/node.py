@@ -38,7 +38,7 @@ from blazeproto.autograd.call import (
     unpack,
 )
 from blazeproto.autograd.chunks import WHOLE, take
-from blazeproto.autograd.once import once
+from blazeproto.autograd.once import edge, once
 from blazeproto.autograd.operators import cast, define
 from blazeproto.autograd.policy import Saved, places
 from blazeproto.autograd.private import graph_is_kept, hooks_see_saved_tensors, release_saved_tensors, unobserved
@@ -88,9 +88,9 @@ class Batch:
     """A backward of all chunks, and the gradients that it has made."""
 
     def __init__(
-        self, call: ExpertsCall, needs: Any, saved: Saved, *, observed: bool, overwrite_h: bool, again: bool = False
+        self, call: ExpertsCall, needs: Any, saved: Saved, *, observed: bool, overwrite_h: bool, again: Any = None
     ) -> None:
-        """observed: whether somebody is to be told of operators.  again: whether a second backward may come."""
+        """observed: whether somebody is to be told of operators.  again: `once` takes it, if a second backward may come."""
         self.call, self.needs, self.held, self.observed, self.overwrite_h = call, needs, [saved], observed, overwrite_h
         self.made, self.whole, self.again = _NOTHING, call.how.chunk_tokens == WHOLE, again
 
@@ -122,7 +122,7 @@ class Batch:
             made = made._replace(up_proj=gate, up_rest=rest)
         of = zip(made, self.call.p, strict=True)
         gradients = *[None if t is None else cast(t, like.dtype) for t, like in of], *_NO_MORE
-        return once(gradients, d_out) if self.again else gradients
+        return once(gradients, [d_out, *self.again]) if self.again else gradients
 
     def _sums(self, wide: torch.dtype) -> Parameters:
         """Where chunks leave gradients: a token's is one chunk's, a weight's the sum of all."""
@@ -157,6 +157,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 def _save(ctx: Any, call: ExpertsCall, saved: Saved) -> None:
     needs = _needs(ctx)
     if saved.h is not None and not (needs.up_proj or needs.up_a or needs.up_rest):  # nothing else reads X
+        ctx.of_x = edge(call.p.x) if needs.x else None
         call = call._replace(p=call.p._replace(x=None))
     ctx.exchange = EXCHANGES.get(call.how.exchange)  # lives as long as the node
     ctx.set_materialize_grads(False)  # or autograd would make zeros of their sizes
@@ -170,7 +171,7 @@ def _needs(ctx: Any) -> Any:
 def _opened(ctx: Any, d_out: Tensor | None) -> Batch:
     """The backward of an autograd node."""
     call, saved = load(ctx, d_out)
-    again = torch.is_grad_enabled()  # by create_graph=True
+    again = torch.is_grad_enabled() and [getattr(ctx, "of_x", None)]  # by create_graph=True
     direct = not again and unobserved((d_out, *tensors_of(call), *saved))
     # dH may lie over H where only this node can have seen H, and no other backward will ask for it.
     overwrite_h = direct and ctx.alone and not graph_is_kept()

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from blazeproto import gemm
 from blazeproto.activations import activation_named
 from blazeproto.autograd.checks import check_choice, check_experts
-from blazeproto.autograd.once import once_differentiable
+from blazeproto.autograd.once import edge, once_differentiable
 from blazeproto.autograd.operators import as_experts_see, cast, narrow_ids, ready
 from blazeproto.autograd.options import Options
 from blazeproto.blocksparse.baselines import PlainMoE
@@ -181,15 +181,15 @@ class BlockExperts(torch.autograd.Function):
         h = gemm.sdd(rows, up_proj, up, transpose_b=True)
         act = block_activation.block_activate(h, down, activation=activation)
         y = gemm.dsd(act, down_proj, down)
-        ctx.save_for_backward(rows, h, act, y, up_proj, down_proj, scores)
+        ctx.save_for_backward(rows, h, act, y, up_proj, down_proj, scores, edge(x) if ctx.needs_input_grad[0] else None)
         ctx.blocked, ctx.activation = blocked, activation
         out: Tensor = padded_scatter(y, padding, dispatch, scores)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        rows, h, act, y, up_proj, down_proj, scores = ctx.saved_tensors
+    def backward(ctx: Any, d_out: Tensor, *saved: Tensor) -> tuple[Tensor | None, ...]:
+        rows, h, act, y, up_proj, down_proj, scores, _ = saved  # with an edge to x
         dispatch, up, down, padding = ctx.blocked
         need_x, need_up, need_down, need_scores = ctx.needs_input_grad[:4]
         d_out = ready(d_out)

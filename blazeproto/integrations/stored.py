@@ -43,7 +43,8 @@ def store_experts(model: Any, storage: str) -> Any:
     """
     instance("model", model, torch.nn.Module)
     found: list[Any] = [module for module in model.modules() if hasattr(module, "is_transposed")]
-    require(bool(found), "model", "one with experts", type(model).__name__)
+    known = bool(found) and hasattr(model, "set_experts_implementation")
+    require(known, "model", "a transformers model with experts", type(model).__name__)
     for experts in found:
         experts.stored = getattr(experts, "stored", {})
         store(

@@ -60,10 +60,12 @@ class Routing(NamedTuple):
 
 def check_routing(routing: Any, num_experts: int, mask: Tensor | None) -> None:
     """TypeError or ValueError unless a router has returned a `Routing` of this many experts, with the mask that it was given."""
-    checks.instance("router", routing, Routing)
-    if routing.load.shape != (num_experts,):
+    if getattr(routing, "_fields", None) != Routing._fields:  # of this module, or of one before it was loaded again
+        raise TypeError(f"router: expected a Routing, got {type(routing).__name__}")
+    shape = getattr(routing.load, "shape", None)
+    if shape != (num_experts,):
         raise ValueError(
-            f"router: expected one with {num_experts} experts, got loads of shape {tuple(routing.load.shape)}"
+            f"router: expected one with {num_experts} experts, got loads of shape {shape and tuple(shape)}"
         )
     if mask is not None and routing.mask is None:
         raise TypeError("mask: expected a router whose Routing has it, got None")

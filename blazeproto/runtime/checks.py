@@ -68,7 +68,7 @@ def fixed(owner: object, name: str, value: object, sizes: Sequence[str]) -> None
     if name in sizes and ((had := vars(owner).get(name, value)) != value or type(had) is not type(value)):
         kind = type(owner).__name__
         raise AttributeError(
-            f"{name}: expected {had}, which this {kind} was made for, got {value}; make another and load its state"
+            f"{name}: expected {had!r}, which this {kind} was made for, got {value!r}; make another and load its state"
         )
 
 

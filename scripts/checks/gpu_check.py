@@ -126,7 +126,7 @@ DEFAULT_STEPS = "kernels,tests,module,router,layer,products,dispatch,fuzz"
 
 
 FINDINGS = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
-FAILED = re.compile(r"(?:FAILED|ERROR) (tests/.+?)(?: - |$)")  # a line of `pytest -v` with xdist, or of its summary
+FAILED = re.compile(r"(?:FAILED|ERROR) (tests/.+?)(?: - |\s*$)")  # a line of `pytest -v` with xdist, or of its summary
 TESTS = re.compile(r"\d+ (passed|failed|skipped).* in [\d.]+s")
 
 

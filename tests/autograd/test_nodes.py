@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from blazeproto.autograd import SavePolicy, moe_mlp, torch_backend
-from blazeproto.autograd.once import once_differentiable
+from blazeproto.autograd.once import edge, once_differentiable
 from tests.autograd.cases import assert_close, assert_same_bits
 
 
@@ -91,27 +91,31 @@ def test_what_a_backward_keeps_of_frozen_experts_is_no_constant(make_case, save)
         (plain,) = torch.autograd.grad(case.forward(save=save), case.x, d_out)
         (dx,) = torch.autograd.grad(case.forward(save=save), case.x, d_out, create_graph=True)
         assert_same_bits([dx], [plain])
-        with pytest.raises(RuntimeError, match="can be differentiated once"):
-            dx.square().sum().backward(inputs=[d_out] if d_out.requires_grad else None)
+        for inputs in ([d_out] if d_out.requires_grad else None, [case.x]):
+            with pytest.raises(RuntimeError, match="can be differentiated once"):
+                dx.square().sum().backward(inputs=inputs, retain_graph=True)
 
 
-def test_a_function_that_is_differentiable_once():
+@pytest.mark.parametrize("saved", ["x", "edge"])
+def test_a_function_that_is_differentiable_once(saved):
     class Square(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
             ctx.x = x.detach()
+            ctx.save_for_backward(x if saved == "x" else edge(x))
             return x * x
 
         @staticmethod
         @once_differentiable
-        def backward(ctx, d_out):
+        def backward(ctx, d_out, *_):
             return (2 * ctx.x * d_out,)
 
-    x = torch.tensor(3.0, requires_grad=True)
+    x = torch.tensor([3.0], requires_grad=True)
     assert torch.autograd.grad(Square.apply(x), x) == (6,)
     (dx,) = torch.autograd.grad(Square.apply(x), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="can be differentiated once"):
-        dx.backward()
+    for inputs in (None, [x]):
+        with pytest.raises(RuntimeError, match="can be differentiated once"):
+            dx.backward(inputs=inputs, retain_graph=True)
 
 
 @pytest.mark.parametrize("save", SavePolicy)

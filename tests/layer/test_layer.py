@@ -191,7 +191,7 @@ def test_sizes_are_read_only(name):
             value = getattr(owner, name)
             setattr(owner, name, copy.copy(value))
             for other in {1, float(value) if isinstance(value, int) else "1"}:
-                text = rf"{name}: expected .*, which this \w+ was made for, got {other}; make another"
+                text = rf"{name}: expected .*, which this \w+ was made for, got {other!r}; make another"
                 with pytest.raises(AttributeError, match=text):
                     setattr(owner, name, other)
             assert getattr(copy.deepcopy(owner), name) == value

@@ -14,7 +14,7 @@ from blazeproto.lab import times
 from scripts.bench import common, peers, rounding, timing
 from scripts.checks import gpu_check
 
-FAILED = "[gw1] [ 54%] FAILED tests/a.py::test[b c]"
+FAILED = "[gw1] [ 54%] FAILED tests/a.py::test[b c] "
 
 
 def test_the_shapes_of_both_papers() -> None:
