@@ -15,6 +15,7 @@ programs, which run in turn in one process, five rounds; those that don't fit be
 libraries, in processes of their own, in turn (A B A B by process). Times are medians of the durations of the kernels, by the
 profiler, an overlap counted once; the GPU is held until the host has queued a call. Peak: the most that is allocated in forward
 and backward over what was there before, gradients included. Before they are timed, programs are shown to compute the same.
+figure_10: forwards between CUDA events, host included, so that nothing else may run on the host's cores.
 """
 
 from dataclasses import replace
