@@ -205,7 +205,13 @@ def try_experts(data: Any) -> None:
     if case.dtype in (BF16, F16) and case.d_out.stride() != (0, 0):
         for name in ("gate_up_proj", "down_proj"):
             grad = got.get(name)
-            if grad is not None and grad.dtype == F32 and (values := grad[grad != 0]).numel() >= 100:
+            # A token times a power of two is not rounded: few of at least 8 are one.
+            if (
+                grad is not None
+                and grad.dtype == F32
+                and min(grad.shape[1:]) >= 8
+                and (values := grad[grad != 0]).numel() >= 100
+            ):
                 rounded = (values.to(case.dtype).float() == values).double().mean()
                 assert rounded < 0.5, f"gradient of {name}: float32 that was rounded to {case.dtype}"
     cases.assert_same_bits(
