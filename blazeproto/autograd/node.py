@@ -81,18 +81,18 @@ def backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, .
             d_down = steps.down_gradients(d_out, a_scaled, *low)  # 18: dW_3
             del a_scaled, low
         batch.made = Parameters._make((dx, *d_up, *d_down, d_scores, None))  # 29-30: their sums
-    return batch.returned(d_out)  # 31: Return
+    return batch.returned()  # 31: Return
 
 
 class Batch:
     """A backward of all chunks, and the gradients that it has made."""
 
     def __init__(
-        self, call: ExpertsCall, needs: Any, saved: Saved, *, observed: bool, overwrite_h: bool, again: Any = None
+        self, call: ExpertsCall, needs: Any, saved: Saved, *, observed: bool, overwrite_h: bool, of: Any = ()
     ) -> None:
-        """observed: whether somebody is to be told of operators.  again: `once` takes it, if a second backward may come."""
+        """observed: whether somebody is to be told of operators.  of: as of `once`, where a second backward may come."""
         self.call, self.needs, self.held, self.observed, self.overwrite_h = call, needs, [saved], observed, overwrite_h
-        self.made, self.whole, self.again = _NOTHING, call.how.chunk_tokens == WHOLE, again
+        self.made, self.whole, self.of = _NOTHING, call.how.chunk_tokens == WHOLE, of
 
     def chunks(self, d_out: Tensor | None) -> Iterator[Any]:
         """The steps of each, with what was saved for it in ``held``. None for d_out: there is no gradient."""
@@ -113,7 +113,7 @@ class Batch:
         else:
             self.made = Parameters(*Operators(call, needs, self.held).run("backward", d_out, *self.held.pop()))
 
-    def returned(self, d_out: Tensor | None) -> tuple[Tensor | None, ...]:
+    def returned(self) -> tuple[Tensor | None, ...]:
         """The gradients, each in its parameter's dtype, and None for what has none."""
         d_up, made = self.made.up_proj, self.made
         if self.call.p.up_rest is not None and d_up is not None:
@@ -122,7 +122,7 @@ class Batch:
             made = made._replace(up_proj=gate, up_rest=rest)
         of = zip(made, self.call.p, strict=True)
         gradients = *[None if t is None else cast(t, like.dtype) for t, like in of], *_NO_MORE
-        return once(gradients, [d_out, *self.again]) if self.again else gradients
+        return once(gradients, self.of) if self.of else gradients
 
     def _sums(self, wide: torch.dtype) -> Parameters:
         """Where chunks leave gradients: a token's is one chunk's, a weight's the sum of all."""
@@ -171,12 +171,12 @@ def _needs(ctx: Any) -> Any:
 def _opened(ctx: Any, d_out: Tensor | None) -> Batch:
     """The backward of an autograd node."""
     call, saved = load(ctx, d_out)
-    again = torch.is_grad_enabled() and [getattr(ctx, "of_x", None)]  # by create_graph=True
-    direct = not again and unobserved((d_out, *tensors_of(call), *saved))
+    of = (d_out, getattr(ctx, "of_x", None)) if torch.is_grad_enabled() else ()  # by create_graph=True
+    direct = not of and unobserved((d_out, *tensors_of(call), *saved))
     # dH may lie over H where only this node can have seen H, and no other backward will ask for it.
     overwrite_h = direct and ctx.alone and not graph_is_kept()
     release_saved_tensors(ctx)  # should this backward fail halfway, there may be no H for another
-    return Batch(call, _needs(ctx), saved, observed=not direct, overwrite_h=overwrite_h, again=again)
+    return Batch(call, _needs(ctx), saved, observed=not direct, overwrite_h=overwrite_h, of=of)
 
 
 def _experts_fake(*packed: Any) -> tuple[Tensor | None, ...]:

@@ -189,8 +189,17 @@ def test_fp8_experts_of_transformers_run_as_they_lie() -> None:
 def test_refused_models_stay_as_they_were() -> None:
     model = model_of("qwen3_moe")
     refuses(lambda: store_experts(model, "fp8"), "gate_up_proj's block")
-    refuses(lambda: store_experts(model, "fp4"), "storage")
-    refuses(lambda: store_experts(None, "fp8"), "model", TypeError)
+    for of, storage, named, error in (
+        (model, "fp4", "storage", ValueError),
+        (
+            torch.nn.Sequential(model),
+            "nf4",
+            "model",
+            ValueError,
+        ),  # has experts, and no implementation of theirs to choose
+        (None, "fp8", "model", TypeError),
+    ):
+        refuses(lambda: store_experts(of, storage), named, error)  # noqa: B023
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
     store_experts(model, "nf4")
     refuses(lambda: store_experts(model, "nf4"), "storage")

@@ -266,16 +266,16 @@ def test_a_router_of_other_experts_inside_a_module():
     class Inside(torch.nn.Module):
         def __init__(self, experts):
             super().__init__()
-            self.inner, self.whole = Router(16, experts, 2), True
+            self.inner, self.made = Router(16, experts, 2), lambda routing: routing
 
         def forward(self, x):
-            routing = self.inner(x)
-            return routing if self.whole else tuple(routing)
+            return self.made(self.inner(x))
 
     layer, x = MoE(16, 24, 4, 2, router=Inside(4)), torch.randn(5, 16)
     assert layer(x)[0].shape == x.shape
-    layer.router.whole = False
-    refuses(partial(layer, x), "router", TypeError)
+    for made, error in ((tuple, TypeError), (lambda routing: routing._replace(load=None), ValueError)):
+        layer.router.made = made
+        refuses(partial(layer, x), "router", error)
     refuses(partial(MoE(16, 24, 4, 2, router=Inside(5)), x), "router")
 
 
