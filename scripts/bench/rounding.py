@@ -1,4 +1,4 @@
-"""Token rounding against plain top-k on the Hopper backend, in the configurations of SonicMoE's Figure 7.
+"""Whole layers with token rounding against plain top-k on the Hopper backend, in the configurations of SonicMoE's Figure 7.
 
     python -m scripts.bench.rounding                       # all configurations -> results/h200/rounding.json on an H200
     python -m scripts.bench.rounding --quick               # the smallest and the largest E of each subfigure
@@ -14,12 +14,12 @@ the ends of each range; in between stand powers of two:
     bottom-right 16384  4096   1024   4   32 … 256
 
 Every expert's last tile of 128 rows is half empty on average; token rounding (NR-f, tile 128, as the paper measures it)
-makes the counts multiples of 128. Measured twice: the experts alone, and whole layers.
+makes the counts multiples of 128. The experts alone, as the paper times them: `scripts.bench.paper sonicmoe-rounding`.
 
-Experts alone: as in the paper neither router nor dispatch is timed. Whole layers: `MoE` with the routers top_k and
-token_rounding, and with token_rounding_up and _down as bounds, auxiliary loss 0.01. All have the same weights, tokens and logits.
-Model TFLOP/s are 6·R·n·d operations of forward and 12·R·n·d of backward over the time, R being each routing's own rows: T·K of
-top-k, a little more or less after rounding. GPU time by CUDA-graph replay, in turn (A B A B), medians of 20 rounds.
+`MoE` with the routers top_k and token_rounding, and with token_rounding_up and _down as bounds, auxiliary loss 0.01. All have the
+same weights, tokens and logits. Model TFLOP/s are 6·R·n·d operations of forward and 12·R·n·d of backward over the time, R being
+each routing's own rows: T·K of top-k, a little more or less after rounding. GPU time by CUDA-graph replay, in turn (A B A B),
+medians of 20 rounds.
 """
 
 from dataclasses import replace
@@ -140,15 +140,12 @@ def gains(found: dict[str, Row], prefix: str = "gpu_") -> dict[str, float]:
 
 
 def measure(case: tuple[str, Sizes], machine: Machine) -> Row:
-    """The experts alone on both routings of one configuration, and under "layers" whole layers."""
     _, shape = case
     inputs = peers.make_inputs(shape, device=machine.device)
     whole = whole_layers(shape, inputs, tile_on(machine))
-    routed = routings(whole, inputs.x)
-    alone = {name: on_routing(shape, inputs, routed[name]) for name in ("top_k", "rounded")}
-    experts = figures(shape, alone, routed, machine)
-    layers = figures(shape, {name: with_router(layer, inputs) for name, layer in whole.items()}, routed, machine)
-    return experts | gains(experts) | {"layers": layers | gains(layers)}
+    programs = {name: with_router(layer, inputs) for name, layer in whole.items()}
+    found = figures(shape, programs, routings(whole, inputs.x), machine)
+    return found | gains(found)
 
 
 CASES = [(name, shape) for name, shapes in SUBFIGURES.items() for shape in shapes]

@@ -92,10 +92,6 @@ def stored_layers(part: str) -> Callable[[Record], list[Record]]:
     return rows
 
 
-def rounded_layers(record: Record) -> list[Record]:
-    return [{"cfg": row["cfg"], "of": row["of"], **row["layers"]} for row in record["rows"] if "layers" in row]
-
-
 def fp8_peers(record: Record) -> list[Record]:
     """The layers, with the products' speeds at the same sizes."""
     tflops = {str(row["cfg"]): row["tflops"] for row in record["products"]}
@@ -124,11 +120,6 @@ def scientific(*keys: str) -> Source:
 def other_choices(row: Record) -> str:
     found = [row["accuracy"][how] for how in ("plain", "autocast")]
     return f"{sum(each['other_tokens'] for each in found)} of {sum(each['tokens'] for each in found)}"
-
-
-def empty_rows(row: Record) -> float:
-    """Percent."""
-    return float(100 * (row["top_k"]["padded_rows"] / row["top_k"]["rows"] - 1))
 
 
 def dispatch_entries(rows: list[Record]) -> list[Entry]:
@@ -272,20 +263,6 @@ TABLES = {
         "rounding",
         [
             SHAPE,
-            ("empty rows of tiles, %", empty_rows, 1),
-            ("forward: top-k", "top_k.fwd_tflops", 0),
-            ("rounded", "rounded.fwd_tflops", 0),
-            ("backward: top-k", "top_k.bwd_tflops", 0),
-            ("rounded", "rounded.bwd_tflops", 0),
-            *GAINS,
-        ],
-        "Model TFLOP/s.",
-        packages=(),
-    ),
-    "rounding_layers": Table(
-        "rounding",
-        [
-            SHAPE,
             *each_of({"top_k": "forward ms: top-k", "rounded": "rounded", "down": "DOWN", "up": "UP"}, "{}.gpu_fwd_ms"),
             *each_of(
                 {"top_k": "forward + backward ms: top-k", "rounded": "rounded", "down": "DOWN", "up": "UP"},
@@ -294,7 +271,6 @@ TABLES = {
             *GAINS,
         ],
         "GPU time; gain: model TFLOP/s, rounded over top-k.",
-        rounded_layers,
         packages=(),
     ),
     "few_tokens": Table(

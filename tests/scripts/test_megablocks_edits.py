@@ -2,10 +2,13 @@
 
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from blazeproto.gemm import Sizes
 from scripts.bench import megablocks_edits
+from scripts.bench.peers import layers
 
 KERNELS = """
     pid_m = tl.load(row_indices + pid)
@@ -18,11 +21,10 @@ CHECK = "                if triton.__version__ >= '3.2.0':\n"
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for package, name, text in (
-        ("stk", "backend/triton_kernels.py", KERNELS),
-        ("megablocks", "layers/arguments.py", CHECK),
+    for path, text in (
+        (tmp_path / "stk/backend/triton_kernels.py", KERNELS),
+        (tmp_path / "megablocks/layers/arguments.py", CHECK),
     ):
-        path = tmp_path / package / name
         path.parent.mkdir(parents=True)
         path.write_text(text)
     specs = {
@@ -44,3 +46,8 @@ def test_other_files_are_refused(installed: Path) -> None:
     (installed / "megablocks/layers/arguments.py").write_text("pass\n")
     with pytest.raises(RuntimeError, match=r"arguments\.py: expected"):
         megablocks_edits.edit()
+
+
+def test_a_layer_that_megablocks_would_miscount_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected less than 2\^31 numbers in its rows, got up to 2280652800"):
+        layers.megablocks(Sizes(32768, 4096, 256, 256, 16), cast(Any, None))

@@ -145,11 +145,10 @@ DISPATCH = MODELS_TEK | {"name": "Qwen3", "tiled_ms": 0.06, "torch_sort_ms": 0.9
 HOST = {"gpu_us": 5.43, "host_us": 30.2, "host_us_allocating": 38.15}
 TOP_K = {"score": "sigmoid", "dtype": "float32", "fused_ms": 0.2, "torch_ms": 6.0, "floor_ms": 0.13}
 GAINS = {"fwd_gain": 1.1, "bwd_gain": 1.05, "fwdbwd_gain": 1.066}
-PLAIN = {"rows": 1000, "padded_rows": 1100, "fwd_tflops": 400.0, "bwd_tflops": 300.0}
-ROUNDED = {"rows": 1024, "padded_rows": 1024, "fwd_tflops": 440.0, "bwd_tflops": 315.0}
-ROUNDING = SMALL | {"top_k": PLAIN, "rounded": ROUNDED} | GAINS
-LAYERS = {"top_k": (1, 3), "rounded": (0.9, 2.8), "down": (0.8, 2.6), "up": (1.1, 3.3)}
-LAYERS = {name: {"gpu_fwd_ms": forward, "gpu_fwdbwd_ms": both} for name, (forward, both) in LAYERS.items()}
+LAYERS = {
+    name: {"gpu_fwd_ms": forward, "gpu_fwdbwd_ms": both}
+    for name, forward, both in (("top_k", 1, 3), ("rounded", 0.9, 2.8), ("down", 0.8, 2.6), ("up", 1.1, 3.3))
+}
 SPEEDS = {"up_forward": 0.97, "down_backward_weight": 0.95, "up_backward_act": None}
 GATHERED = [
     {"product": name, "gathered_to_plain_speed": speed, "cfg": MODULE["cfg"]} | OF for name, speed in SPEEDS.items()
@@ -189,12 +188,10 @@ PROGRAMS = {"sonic": {"workspace_bytes": None, "gpu_fwdbwd_ms": 2.0, "peak_fwdbw
             [MODELS_TEK | TOP_K],
             "| sigmoid | float32 | 1048576 | 128 | 8 | 0.200 | 6.000 | 0.130 | 1.54 | 30.0 |",
         ),
-        ("rounding", [ROUNDING], "| 8, 8, 8, 2, 1 | 10.0 | 400 | 440 | 300 | 315 | 1.100 | 1.050 | 1.066 |"),
-        ("rounding_layers", [ROUNDING], NOT_MEASURED),
         (
-            "rounding_layers",
-            [ROUNDING | {"layers": LAYERS | GAINS}],
-            "| 1.00 | 0.90 | 0.80 | 1.10 | 3.00 | 2.80 | 2.60 | 3.30 | 1.100 | 1.050 | 1.066 |",
+            "rounding",
+            [SMALL | LAYERS | GAINS],
+            "| 8, 8, 8, 2, 1 | 1.00 | 0.90 | 0.80 | 1.10 | 3.00 | 2.80 | 2.60 | 3.30 | 1.100 | 1.050 | 1.066 |",
         ),
         ("workspace", {"workspace": [SKEWED | {"programs": PROGRAMS}]}, "the day before. **Of earlier"),
         ("skew", {"skew": [SKEWED]}, "the day before. **Of earlier"),

@@ -154,8 +154,14 @@ def scattermoe(shape: Sizes, inputs: LayerInputs) -> Program:
 def megablocks(shape: Sizes, inputs: LayerInputs, activation: str = "swiglu") -> Program:
     """MegaBlocks (github.com/databricks/megablocks) with block-sparse products; needs its compiled operators and stk.
 
-    activation: swiglu, gelu, or silu without a gate.
+    activation: swiglu, gelu, or silu without a gate.  ValueError: 2^31 numbers or more in its rows, padded to blocks of 128. Its
+    kernels count in 32 bits and would access memory outside their tensors, after which the process can use no GPU.
     """
+    numbers = (shape.rows + 127 * shape.E) * max(shape.d, shape.n)
+    if numbers >= 1 << 31:
+        raise ValueError(
+            f"MegaBlocks counts in 32 bits: expected less than 2^31 numbers in its rows, got up to {numbers}"
+        )
     from megablocks.layers.arguments import Arguments
     from megablocks.layers.dmoe import ParallelDroplessMLP
 
