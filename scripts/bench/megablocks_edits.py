@@ -5,6 +5,9 @@ stanford-stk's kernels do not compile there: they load 16-bit indices and count 
 
 - stk: every index that a kernel loads becomes an int32 at once.
 - MegaBlocks: its check of Triton's version compares with a version that does not exist.
+
+To install MegaBlocks with CUDA 13, first remove the argument `debug_synchronous` of both calls in its csrc/cumsum.h: cub has it
+no more.
 """
 
 import re
