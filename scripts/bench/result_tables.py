@@ -244,18 +244,18 @@ def fewest_and_most(record: Record) -> Rows:
     return [rows[0], rows[-1]] if rows else []
 
 
-def experts_longer(rows: Rows) -> str:
-    """On how many shapes the experts alone, by graph replay, take longer than the whole layer as a sum of kernels; a sentence."""
-    said, least = list[str](), list[float]()
-    for name, field, who in (("sonic", "sonic", "SonicMoE's"), (OURS, "ours", "ours")):
-        pairs = [(row["peers"].get(name), row["whole"].get(f"{field}_fwdbwd_ms")) for row in rows]
-        ratios = [experts["gpu_fwdbwd_ms"] / ms for experts, ms in pairs if experts and ms]
-        if ratios:
-            longer = sum(ratio > 1 for ratio in ratios)
-            said.append(f"{who} on {longer} of {len(ratios)} shapes, up to {number(max(ratios))} times as long")
-            least += [ms for experts, ms in pairs if experts and ms and experts["gpu_fwdbwd_ms"] > ms]
-    of_these = f"; the shortest of these layers takes {number(min(least))} ms" if least else ""
-    return f"The experts alone can take longer here than the whole layer above: {', '.join(said)}{of_these}."
+def experts_share(rows: Rows) -> str:
+    """Time of the experts alone over the whole layer's, forward + backward, both by graph replay; a sentence."""
+    said = list[str]()
+    for name, field, who in ((OURS, "ours", "ours"), ("sonic", "sonic", "SonicMoE's")):
+        pairs = [
+            (row["peers"].get(name), row["whole"].get(f"{field}_fwdbwd_gpu_ms"))
+            for row in rows
+            if row["whole"].get("gpu_fwdbwd_method") == "graph"
+        ]
+        if ratios := [experts["gpu_fwdbwd_ms"] / ms for experts, ms in pairs if experts and ms]:
+            said.append(f"{number(min(ratios))} to {number(max(ratios))} ({who}, {len(ratios)} shapes)")
+    return f"Experts alone take {' and '.join(said)} of the time of whole layers that are replayed too." if said else ""
 
 
 def with_whole_layer(layer: Record, module: Record) -> Rows:
@@ -278,7 +278,7 @@ OF_EXPERTS = {
     "many_tokens": Sentence("layer", many_tokens, "four_million_tokens"),
     "gather_cost": Sentence("products", gather_cost, having("gathered_to_plain_speed")),
     "experts_growth": Sentence("dispatch", experts_growth, fewest_and_most),
-    "experts_longer": Sentence("layer module", experts_longer, with_whole_layer),
+    "experts_share": Sentence("layer module", experts_share, with_whole_layer),
     **{
         name: Sentence(file, batch, lambda record: [record] if "differing" in record else [], note=plainly)
         for name, file in (("batch", "batch_invariance"), ("batch_ampere", "batch_invariance_ampere"))

@@ -269,11 +269,10 @@ def test_plots_are_drawn(results: Path) -> None:
     assert not (results / "none.png").exists()
 
 
-def test_where_the_experts_take_longer_than_the_whole_layer() -> None:
-    layer = json.loads(FIXTURE.read_text())  # ours 1.5, SonicMoE 2.0
-    assert made("experts_longer", layer, {"rows": [MODULE, module_row(1, 2, 3, 4, 1)]}).endswith(
-        "above: SonicMoE's on 1 of 1 shapes, up to 1.11 times as long, ours on 0 of 1 shapes, up to 1.00 times as long; "
-        "the shortest of these layers takes 1.80 ms."
+def test_the_experts_share_of_the_whole_layer_is_of_replayed_times() -> None:
+    replayed = {"ours_fwdbwd_gpu_ms": 2.0, "sonic_fwdbwd_gpu_ms": 2.5, "gpu_fwdbwd_method": "graph"}
+    assert "0.75 to 0.75 (ours, 1 shapes) and 0.80 to 0.80 (SonicMoE's, 1 shapes)" in made(
+        "experts_share", json.loads(FIXTURE.read_text()), {"rows": [MODULE | replayed]}
     )
 
 

@@ -42,21 +42,23 @@ def test_ours_and_peers_have_a_column_each() -> None:
 
 
 def test_shapes_without_a_peer_are_left_out_of_its_ratios() -> None:
-    """One shape has SonicMoE's experts and no layer of theirs, the other has the layer alone."""
+    """One shape has SonicMoE's experts and no layer of theirs, one has the layer alone, one was not replayed."""
     layer = {"rows": [
         {"cfg": {"T": 1}, "peers": {"sonic": {"gpu_fwdbwd_ms": 2.0}, "blazeproto": {"gpu_fwdbwd_ms": 3.0}}, "of": OF},
         {"cfg": {"T": 2}, "peers": {"blazeproto": {"gpu_fwdbwd_ms": 1.0}}, "of": OF},
+        {"cfg": {"T": 3}, "peers": {"blazeproto": {"gpu_fwdbwd_ms": 9.0}}, "of": OF},
     ]}  # fmt: skip
     module = {
         "rows": [
-            {"cfg": {"T": 1}, "ours_fwdbwd_ms": 2.0},
-            {"cfg": {"T": 2}, "ours_fwdbwd_ms": 2.0, "sonic_fwdbwd_ms": 1.0},
+            {"cfg": {"T": 1}, "gpu_fwdbwd_method": "graph", "ours_fwdbwd_gpu_ms": 2.0},
+            {"cfg": {"T": 2}, "gpu_fwdbwd_method": "graph", "ours_fwdbwd_gpu_ms": 2.0, "sonic_fwdbwd_gpu_ms": 1.0},
+            {"cfg": {"T": 3}, "gpu_fwdbwd_method": "eager", "ours_fwdbwd_gpu_ms": 1.0},
         ]
     }
-    experts_longer = result_tables.OF_EXPERTS["experts_longer"]
-    said = experts_longer(layer, module)
-    assert "SonicMoE" not in said and "ours on 1 of 2 shapes, up to 1.50 times as long" in said
-    assert experts_longer({"rows": layer["rows"][1:]}, {"rows": []}) == NOT_MEASURED
+    experts_share = result_tables.OF_EXPERTS["experts_share"]
+    said = experts_share(layer, module)
+    assert "SonicMoE" not in said and "take 0.50 to 1.50 (ours, 2 shapes) of the time" in said
+    assert experts_share({"rows": layer["rows"][1:]}, {"rows": []}) == NOT_MEASURED
 
 
 def test_a_quotient_of_zero_is_a_number() -> None:
