@@ -268,7 +268,7 @@ CEILINGS = {
     "blazeproto/*.py": 865,
     "blazeproto/runtime/**/*.py": 1068,
     "blazeproto/dispatch/**/*.py": 735,
-    "blazeproto/router/**/*.py": 2348,
+    "blazeproto/router/**/*.py": 2350,
     "blazeproto/gemm/**/*.py": 2352,
     "blazeproto/stored/**/*.py": 306,
     "blazeproto/autograd/**/*.py": 2155,
@@ -278,7 +278,7 @@ CEILINGS = {
     "blazeproto/lab/**/*.py": 3038,
     "ptxsim/*.py": 2991,
     "scripts/**/*.py": 9264,
-    "tests/**/*.py ptxsim/tests/**/*.py": 25398,
+    "tests/**/*.py ptxsim/tests/**/*.py": 25402,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 6979,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

@@ -60,13 +60,14 @@ class Routing(NamedTuple):
 
 def check_routing(routing: Any, num_experts: int, mask: Tensor | None) -> None:
     """TypeError or ValueError unless a router has returned a `Routing` of this many experts, with the mask that it was given."""
-    if getattr(routing, "_fields", None) != Routing._fields:  # of this module, or of one before it was loaded again
+    # Of this module, or of one before it was loaded again.
+    if not isinstance(routing, tuple) or getattr(routing, "_fields", None) != Routing._fields:
         raise TypeError(f"router: expected a Routing, got {type(routing).__name__}")
-    shape = getattr(routing.load, "shape", None)
-    if shape != (num_experts,):
-        raise ValueError(
-            f"router: expected one with {num_experts} experts, got loads of shape {shape and tuple(shape)}"
-        )
+    load, losses = routing.load, routing.aux_losses
+    if not isinstance(load, Tensor) or load.shape != (num_experts,):
+        raise ValueError(f"router: expected one with {num_experts} experts, got loads {load!r}")
+    if not isinstance(losses, dict) or not all(isinstance(loss, Tensor) for loss in losses.values()):
+        raise TypeError(f"router: expected aux_losses as a dict of tensors, got {losses!r}")
     if mask is not None and routing.mask is None:
         raise TypeError("mask: expected a router whose Routing has it, got None")
 

@@ -273,7 +273,14 @@ def test_a_router_of_other_experts_inside_a_module():
 
     layer, x = MoE(16, 24, 4, 2, router=Inside(4)), torch.randn(5, 16)
     assert layer(x)[0].shape == x.shape
-    for made, error in ((tuple, TypeError), (lambda routing: routing._replace(load=None), ValueError)):
+    for made, error in (
+        (tuple, TypeError),
+        (type, TypeError),  # the class itself
+        (lambda routing: routing._replace(load=None), ValueError),
+        (lambda routing: routing._replace(load=[1, 2, 3, 4]), ValueError),
+        (lambda routing: routing._replace(aux_losses=None), TypeError),
+        (lambda routing: routing._replace(aux_losses={"balance": 0.1}), TypeError),
+    ):
         layer.router.made = made
         refuses(partial(layer, x), "router", error)
     refuses(partial(MoE(16, 24, 4, 2, router=Inside(5)), x), "router")
