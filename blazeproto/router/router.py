@@ -60,7 +60,7 @@ class Routing(NamedTuple):
 
 def check_routing(routing: Any, num_experts: int, mask: Tensor | None) -> None:
     """TypeError or ValueError unless a router has returned a `Routing` of this many experts, with the mask that it was given."""
-    # Of this module, or of one before it was loaded again.
+    # By its fields: after a reload of this module, Routings made before are of another class.
     if isinstance(routing, type) or getattr(routing, "_fields", None) != Routing._fields:
         raise TypeError(f"router: expected a Routing, got {type(routing).__name__}")
     load, losses = routing.load, routing.aux_losses
