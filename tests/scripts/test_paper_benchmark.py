@@ -51,7 +51,7 @@ def test_peers_that_are_missing_are_reasons_in_the_row(measured: Path) -> None:
 def test_the_tables_of_the_page_are_made_of_the_files(measured: Path) -> None:
     page = (plot_results.DOCS / "papers.md").read_text()
     filled = fill(page, measured.parents[1] / "h200")
-    assert filled.count("Not measured") == 2, "Figure 1's shapes and our kernels are not on a CPU"
+    assert filled.count("Not measured") == 3, "Figure 1's shapes, claims and kernels are not on a CPU"
     assert filled.count("| 256, 64, 32, 8, 2 |") > 10 and "MegaBlocks (ModuleNotFoundError" in filled
     assert fill(filled, measured.parents[1] / "h200") == filled
 
@@ -315,11 +315,16 @@ def test_what_sonicmoe_s_text_says_is_computed() -> None:
         figures = {"blazeproto": program(1.0, 50.0), "sonic": program(1.25, 55.0), "bmm_ub": program(1.0, 300.0)}
         return {
             "cfg": dict(zip("TdnEK", shape, strict=True)),
-            "of": {},
+            "of": {"measured": str(shape[0])},
             "programs": figures | {"scattermoe": program(2.0, 100.0)},
         }
 
-    rows = [row(24576, 1536, 256, 128, 8), row(32768, 4096, 1024, 64, 4), row(32768, 4096, 2048, 64, 4)]
+    rows = [
+        row(40960, 768, 256, 128, 8),
+        row(24576, 1536, 256, 128, 8),
+        row(32768, 4096, 1024, 64, 4),
+        row(32768, 4096, 2048, 64, 4),
+    ]
     found = tables.claims({"rows": rows})
     assert [each["sonic"] for each in found] == [
         "0.80 (0.80 to 0.80)",
@@ -328,4 +333,5 @@ def test_what_sonicmoe_s_text_says_is_computed() -> None:
         "1.60 (1.60 to 1.60)",
     ]
     assert found[0]["ours"] == "1.00 (1.00 to 1.00)" and found[0]["printed"] == "0.88 (0.86 to 0.91)"
+    assert found[2]["of"] == {"measured": "24576"}, "the older of two"
     assert len(tables.granularity({"rows": rows})) == 1

@@ -128,14 +128,10 @@ def test_an_editable_install_is_found_wherever_python_starts(
     clone = built / "clone" / "blazeproto"
     if package == "blazeproto":
         assert [path.read_text().split() for path in tmp_path.glob("*.pth")] == [[str(clone)]]
-    # this checkout's own editable install
-    others = f"sys.path = [place for place in sys.path if place != {str(ROOT)!r}]"
-    others += "; sys.meta_path = [each for each in sys.meta_path if 'editable' not in getattr(each, '__module__', '')]"
-    others += "; [sys.modules.pop(name) for name in [*sys.modules] if 'editable' in name]"
-    others += f"; sys.path.insert(0, {str(tmp_path)!r})"  # its finder has the same name
-    found = f"site.addsitedir({str(tmp_path)!r}); import {package}; print({package}.__file__)"
+    find = f"site.addsitedir({str(tmp_path)!r}); print(importlib.util.find_spec({package!r}).origin)"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    command = [sys.executable, "-c", f"import site, sys; {others}; {found}"]
+    # -S: without what this environment has installed
+    command = [sys.executable, "-S", "-c", f"import importlib.util, site; {find}"]
     done = subprocess.run(command, cwd=built / folder, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.split() == [str(clone / package / "__init__.py")], done.stderr
 
