@@ -272,13 +272,13 @@ CEILINGS = {
     "blazeproto/gemm/**/*.py": 2352,
     "blazeproto/stored/**/*.py": 306,
     "blazeproto/autograd/**/*.py": 2155,
-    "blazeproto/blocksparse/**/*.py": 589,
+    "blazeproto/blocksparse/**/*.py": 591,
     "blazeproto/distributed/**/*.py": 502,
     "blazeproto/integrations/**/*.py": 380,
     "blazeproto/lab/**/*.py": 3038,
     "ptxsim/*.py": 2991,
     "scripts/**/*.py": 9257,
-    "tests/**/*.py ptxsim/tests/**/*.py": 25400,
+    "tests/**/*.py ptxsim/tests/**/*.py": 25406,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 6979,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

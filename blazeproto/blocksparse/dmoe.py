@@ -28,6 +28,7 @@ from blazeproto.autograd.checks import check_choice, check_experts
 from blazeproto.autograd.once import edge, once_differentiable
 from blazeproto.autograd.operators import as_experts_see, cast, narrow_ids, ready
 from blazeproto.autograd.options import Options
+from blazeproto.autograd.private import refuse_transforms
 from blazeproto.blocksparse.baselines import PlainMoE
 from blazeproto.blocksparse.rows import padded_gather, padded_scatter, score_grad
 from blazeproto.blocksparse.topology import Padding, Topology, topology_of
@@ -121,6 +122,7 @@ class dMoE(PlainMoE):
         token_offsets: Tensor | None,
         **_: Any,
     ) -> Tensor:
+        refuse_transforms("dMoE", (x, up_proj, down_proj, scores))
         # Experts that differ in width are one of all hidden units.
         check_experts(x, (up_proj[None],), down_proj.mT[None], None, None, None, None, num_experts=1, options=options)
         check_choice(x, scores, experts, None, pair_tokens, token_offsets, num_experts=num_experts, options=options)

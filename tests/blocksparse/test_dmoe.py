@@ -196,6 +196,13 @@ def test_a_dtype_that_moe_refuses_is_refused() -> None:
     refuses(lambda: layer(torch.zeros(3, D, dtype=torch.bfloat16)), "x")
 
 
+def test_a_transform_is_refused_where_no_router_runs() -> None:
+    layer, scores = dMoE(128, 128, 4, 2), torch.rand(3, 2)
+    chosen = {"experts": torch.tensor([[0, 1]]).expand(3, 2), "scores": scores}
+    with pytest.raises(RuntimeError, match=r"^dMoE: expected a call outside torch\.func's grad"):
+        torch.func.grad(lambda x: layer(x, **chosen)[0].sum())(torch.randn(3, 128))
+
+
 def test_what_the_kernels_get_is_contiguous_and_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     """They refuse anything else; slices of x, of scores and of ids are normal input."""
     seen: list[Tensor] = []
