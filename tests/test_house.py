@@ -277,8 +277,8 @@ CEILINGS = {
     "blazeproto/integrations/**/*.py": 380,
     "blazeproto/lab/**/*.py": 3038,
     "ptxsim/*.py": 2991,
-    "scripts/**/*.py": 9257,
-    "tests/**/*.py ptxsim/tests/**/*.py": 25406,
+    "scripts/**/*.py": 9261,
+    "tests/**/*.py ptxsim/tests/**/*.py": 25407,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 6979,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

@@ -88,7 +88,7 @@ def predicted_claim(rows: Rows) -> str:
     }
     said = [
         f"{sum(abs(each - 1) <= CLOSE for each in found)} of {len(found)} {what} are predicted within 10 % "
-        f"({least_to_most(found)} of the time measured, geometric mean {number(geometric_mean(found))})"
+        f"({least_to_most(found, 3)} of the time measured, geometric mean {number(geometric_mean(found))})"
         for what, found in kinds.items()
         if found
     ]

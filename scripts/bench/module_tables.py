@@ -72,8 +72,8 @@ def verdicts(rows: Rows) -> list[tuple[str, bool]]:
     for name, what in BOUNDS.items():
         held = [bounds(row)[name] for row in rows]
         failing = [str(sizes_of(row)) for row, holds in zip(rows, held, strict=True) if holds is False]
-        of_these = f"; not: {', '.join(failing)}" if failing else ""
-        made.append((f"{what}: {held.count(True)} of {len(rows)} shapes{of_these}", all(held)))
+        of_these = f", not on {', '.join(failing)}" if failing else ""
+        made.append((f"{what}: on {held.count(True)} of {len(rows)} shapes{of_these}", all(held)))
     mean, measured = mean_of_large(rows)
     large = sum(len(TABLES[table]) for table in LARGE_TABLES)
     what = f"geometric mean of SonicMoE's time over ours, {measured} of {large} large shapes: {mean:.3f}, at least {LEAST_MEAN}"
@@ -98,7 +98,7 @@ def standing(times: Sequence[float]) -> str:
 def module_claim(rows: Rows) -> str:
     """How much longer SonicMoE's module takes in one run of each shape, one tiny layer apart, and how much memory."""
     times = {what: values(group, TIMES_OURS) for what, group in by_layer(rows).items()}
-    parts = [f"{standing(each)} {what}, {mean_and_span(each)}" for what, each in times.items()]
+    parts = [f"{standing(each)} {what}, {mean_and_span(each, ' times as fast')}" for what, each in times.items()]
     peaks, missing = values(rows, PEAK_RATIO), len(MODULE_SHAPES) - len(rows)
     left_out = f" {missing} of the benchmark's {len(MODULE_SHAPES)} shapes have not been measured." if missing else ""
     return (
@@ -125,7 +125,8 @@ def module_details(rows: Rows) -> str:
     gaps = "With the gaps between kernels, by graph replay, whole layers have not been timed."
     if times := values(rows, "sonic_fwdbwd_gpu_ms / ours_fwdbwd_gpu_ms"):
         graphs = sum(row.get("gpu_fwdbwd_method") == "graph" for row in rows)
-        shapes = f"{graphs} of {len(times)} shapes by graph replay, the others from the first kernel to the last"
+        others = ", the others from the first kernel to the last" * (graphs < len(times))
+        shapes = f"{graphs} of {len(times)} shapes by graph replay{others}"
         gaps = f"With the gaps between kernels SonicMoE's time over ours is {mean_and_span(times)}: {shapes}."
     return f"The benchmark's own bounds, on one {gpus_of(rows)}. {'. '.join(held)}. {moved} {gaps}"
 

@@ -66,7 +66,7 @@ def load(name: str, results: Path) -> Record | None:
 HOST_FIGURES = {
     "host_fwdbwd_without_dispatch_ms": "with autograd's thread",
     "host_fwdbwd_single_thread_ms": "in one thread",
-    "host_fwdbwd_kernels_ms": "its kernels alone, allocated for and launched",
+    "host_fwdbwd_kernels_ms": "allocating and launching alone",
 }
 
 
@@ -107,9 +107,9 @@ def layer_note(rows: Rows) -> str:
     means = []
     for name in programs_in(rows)[1:]:
         forward, backward = (values(rows, ratio(name, OURS, f"gpu_{part}_ms")) for part in ("fwd", "bwd"))
-        times = f"{number(geometric_mean(forward))}× forward, {number(geometric_mean(backward))}× backward"
+        times = f"{number(geometric_mean(forward))} forward, {number(geometric_mean(backward))} backward"
         means.append(f"{LABELS[name]} {times} ({len(forward)} shapes)")
-    return f"GPU time, ms. Times of ours, geometric means: {'; '.join(means)}."
+    return f"GPU time, ms. Time over ours, geometric means: {'; '.join(means)}."
 
 
 def eager_entries(rows: Rows) -> list[Entry]:
@@ -128,7 +128,7 @@ def host_note(_: Record, rows: Rows) -> str:
     medians = [
         f"{what} {number(statistics.median(values(known, field)))}" for field, what in HOST_FIGURES.items() if known
     ]
-    said = "The host in a forward + backward of ours on a dispatch made beforehand, medians of"
+    said = "Our host time, forward + backward, on a dispatch made beforehand, medians of"
     return f"{said} {len(known)} shapes, ms: {'; '.join(medians)}." if known else ""
 
 

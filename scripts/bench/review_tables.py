@@ -40,7 +40,7 @@ def megablocks_claim(rows: Rows) -> str:
     """MegaBlocks' time and saved bytes over ours, part of a sentence."""
     time, kept = (values(rows, f"megablocks_{field} / moe_{field}") for field in ("fwdbwd_sum_ms", "saved_MiB"))
     return (
-        f"MegaBlocks takes {number(geometric_mean(time))} times the time {span(time)} and {number(geometric_mean(kept))} times "
+        f"MegaBlocks takes {number(geometric_mean(time))} times our time {span(time)} and {number(geometric_mean(kept))} times "
         f"the bytes for backward {span(kept)}, geometric means of {len(rows)} layers"
     )
 
@@ -53,7 +53,7 @@ def memory_split(rows: Rows) -> str:
         beyond = row["megablocks_saved_MiB"] - row["moe_saved_MiB"]
         shares[row["activation"]].append(intermediates / 2**20 / beyond)
     said = ", ".join(f"{percents(found)} with {activation}" for activation, found in shares.items() if found)
-    return f"of the bytes that MegaBlocks keeps beyond ours (measured), the intermediates' (by formula) are {said}"
+    return f"of the bytes that MegaBlocks keeps beyond ours (measured), intermediates (by formula) make up {said}"
 
 
 def longer_by(sizes: Sizes, gpu: str) -> float:
@@ -71,8 +71,9 @@ def recompute_claim(rows: Rows) -> str:
     )
     h200, h100, b200 = (percents([longer_by(each, gpu) for each in sizes]) for gpu in ("H200", SHEET, "B200"))
     return (
-        f'"recompute" keeps {recompute} of what "minimal" keeps, "paper" {paper}. A layer with "recompute" is predicted to take '
-        f"{h200} longer on the H200, by data sheet {h100} on an H100 and {b200} on a B200"
+        f'On the {len(rows)} shapes of whole layers "recompute" keeps {recompute} of what "minimal" keeps, "paper" {paper}. '
+        f'A layer with "recompute" is predicted to take {h200} longer on the H200, by data sheet {h100} on an H100 and {b200} '
+        "on a B200"
     )
 
 
@@ -89,7 +90,7 @@ def waterfall_claim(rows: Rows) -> str:
     for what, steps in parts.items():
         time, kept = (least_to_most(values(rows, ratio(*steps, field))) for field in FIELDS)
         said.append(f"{what} {time} in time and {kept} in bytes")
-    return f"before over after on {len(rows)} layers: {'; '.join(said)}"
+    return f"on {len(rows)} layers, before a step over after it (below 1: the step costs): {'; '.join(said)}"
 
 
 def policies_claim(rows: Rows) -> str:

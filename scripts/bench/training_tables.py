@@ -325,7 +325,7 @@ def more_claim(item: str, what: str, runs: Sequence[str]) -> tuple[str, Callable
 
 
 FLOAT64 = "losses of the first steps differ from float64's by at most"
-DENSE = "a dense model of as many active parameters: its last training loss is reached in"
+DENSE = "the last training loss of a dense model with as many active parameters is reached in"
 LARGEST = partial(millionths, max)
 TRAINING_CLAIMS: dict[str, tuple[str, Callable[..., str]]] = {
     "training_claim": ("training", training_claim),
@@ -345,7 +345,7 @@ TRAINING_CLAIMS: dict[str, tuple[str, Callable[..., str]]] = {
             BASELINE,
             part_of_seconds,
             2,
-            "of its time",
+            "of that model's time",
             max,
         ),
     ),

@@ -68,7 +68,7 @@ def test_markers_are_filled_once_and_the_rest_is_left_alone(results: Path) -> No
     assert "stale" not in filled and "kept: there are no such results" in filled
     # ours 0.5, SonicMoE 0.8 forward; 1.5 and 2.0 together
     assert "| 8192, 256, 256, 128, 4 | 0.50 | 0.80 |" in filled and "| 1.60 | 1.33 |" in filled
-    assert "SonicMoE 1.60× forward, 1.20× backward (1 shapes)" in filled
+    assert "SonicMoE 1.60 forward, 1.20 backward (1 shapes)" in filled
     assert "| 8192, 256, 256, 128, 4 | 36 | 36 | 97 | 80 | 104 | 132 |" in filled
     # one size of the tiny layer: 2.0 over 1.5 ms, and 80 of 104 MiB
     said = (
@@ -91,10 +91,10 @@ def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
     assert f"| {predicted:.2f} | {predicted / 1.05:.2f} | 1.05 |" in table and "by data sheet: B200" in table
     said = made("predicted_claim", record, products)
     forward = [cost.predicted_layer_ms(Sizes(**each["cfg"]))[0] / each["ours_fwd_ms"] for each in (row, far)]
-    assert said.startswith("1 of 2 layers, forward + backward, are predicted within 10 % (1.05 to 7.")
-    assert f"2 layers, forward alone, are predicted within 10 % ({min(forward):.2f} to " in said
+    assert said.startswith("1 of 2 layers, forward + backward, are predicted within 10 % (1.050 to 7.")
+    assert f"2 layers, forward alone, are predicted within 10 % ({min(forward):.3f} to " in said
     assert "0 of 1 sizes of one tiny layer, forward + backward, are" in said
-    end = "1 of 1 products are predicted within 10 % (1.00 to 1.00 of the time measured, geometric mean 1.00)."
+    end = "1 of 1 products are predicted within 10 % (1.000 to 1.000 of the time measured, geometric mean 1.00)."
     assert said.endswith(end)
     for name, each in (("predicted_layers.png", record), ("predicted_products.png", products)):
         plot_results.PICTURES[name].save(each, tmp_path / name)
@@ -106,14 +106,13 @@ def test_the_headline_is_the_module_s() -> None:
     record["rows"][1]["sonic_fwdbwd_ms"] = 1.2  # ours: 1.5
     said = made("module_claim", record)
     assert "One run of each shape (SonicMoE 0.1.2, QuACK 0.3.11, torch 2.11.0; a GPU)" in said
-    assert (
-        "faster on 1, even within 2 % on 0, slower on 1 of 2 shapes, 0.98 in the geometric mean (0.80 to 1.20)." in said
-    )
+    times = "0.98 times as fast in the geometric mean (0.80 to 1.20)."
+    assert f"faster on 1, even within 2 % on 0, slower on 1 of 2 shapes, {times}" in said
     assert "Over all 2 rows, peak memory is 0.80 of SonicMoE's (0.80 to 0.80)" in said
     assert "28 of the benchmark's 30 shapes have not" in said and "tiny layer" not in said and "earlier" not in said
     record["rows"].append(module_row(32768, 256, 256, 128, 4) | {"sonic_fwdbwd_ms": 3.0})
     apart = made("module_claim", record)
-    assert "slower on 1 of 2 shapes, 0.98 in" in apart and "slower on 0 of 1 sizes of one tiny layer, 2.00 in" in apart
+    assert "1 of 2 shapes, 0.98 times as" in apart and "slower on 0 of 1 sizes of one tiny layer, 2.00 times" in apart
     record["rows"][1]["sonic_fwdbwd_ms"] = 1.5 * 1.015
     assert "faster on 1, even within 2 % on 1, slower on 0 of 2 shapes" in made("module_claim", record)
     assert made("module_claim", {"rows": [ALONE]}) == made("module_details", {"rows": [ALONE]}) == NOT_MEASURED
@@ -124,8 +123,8 @@ def test_which_bounds_hold_and_how_far_rounds_are_apart_is_computed() -> None:
     rows = [module_row(*shape[:5]) for shape in module.MODULE_SHAPES]
     rows[4]["sonic_fwdbwd_ms"] = 1.5  # as long as ours
     said = made("module_details", {"rows": rows})
-    assert "Fails: SonicMoE's time over ours" in said and "29 of 30 shapes; not: T24576-d1536-n512-E64-K4" in said
-    assert "Holds: our peak not above SonicMoE's: 30 of 30 shapes." in said
+    assert "Fails: SonicMoE's time over ours" in said and "29 of 30 shapes, not on T24576-d1536-n512-E64-K4" in said
+    assert "Holds: our peak not above SonicMoE's: on 30 of 30 shapes." in said
     assert "what single rounds took was not recorded" in said and "have not been timed" in said
     for row in rows:
         row |= {"ours_fwdbwd_rounds_ms": [1.0, 1.0], "sonic_fwdbwd_rounds_ms": [1.2, 1.212]}

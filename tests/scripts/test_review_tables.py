@@ -34,13 +34,17 @@ SORTED = {"sort_ms": 3.0, "tiled_ms": 0.5, "dense_ms": 2.0, "tiled_workspace_sha
 @pytest.mark.parametrize(
     ("name", "record", "parts"),
     [
-        ("memory_split", {"rows": [GELU, SWIGLU]}, ["(by formula) are 50 to 50 % with gelu, 80 to 80 % with swiglu"]),
+        (
+            "memory_split",
+            {"rows": [GELU, SWIGLU]},
+            ["(by formula) make up 50 to 50 % with gelu, 80 to 80 % with swiglu"],
+        ),
         ("memory_split", {"rows": [GELU | EARLIER]}, ["(of earlier kernels)"]),
         (
             "megablocks_claim",
             {"rows": [GELU]},
             [
-                "3.00 times the time (3.00 to 3.00) and 2.00 times the bytes for backward (2.00 to 2.00), geometric means of 1"
+                "3.00 times our time (3.00 to 3.00) and 2.00 times the bytes for backward (2.00 to 2.00), geometric means of 1"
             ],
         ),
         ("megablocks_claim", {"rows": [ALONE]}, [NOT_MEASURED]),

@@ -60,7 +60,11 @@ def outside(record: Record, headline: Record) -> Rows:
 def claim(rows: Rows) -> str:
     """How ours stands beside each peer on the models of one run each that the headline has no figure of; sentences."""
     times = {who: values(rows, times_ours(name)) for name, who in PEERS.items()}
-    said = [f"beside {who} {standing(found)}, {mean_and_span(found)}" for who, found in times.items() if found]
+    said = [
+        f"beside {who} {standing(found)}, {mean_and_span(found, ' times as fast')}"
+        for who, found in times.items()
+        if found
+    ]
     return f"{NOT_THE_HEADLINE} Forward and backward, ours is {'; '.join(said)}." if said else ""
 
 

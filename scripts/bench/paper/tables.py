@@ -5,6 +5,7 @@ Rows and values of programs' figures are shared with the tables of models and th
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -112,9 +113,14 @@ def packages_of(record: Record) -> list[str]:
 
 
 def absent(record: Record, _: Rows) -> str:
-    """The programs that are absent from some rows, and why."""
-    reasons = {LABELS.get(name, name): why for row in record["rows"] for name, why in row.get("absent", {}).items()}
-    missing = "; ".join(f"{name} ({why})" for name, why in reasons.items())
+    """The programs that are absent from some rows, from how many, and why."""
+    reasons = Counter(each for row in record["rows"] for each in row.get("absent", {}).items())
+    where = {
+        count: f" in {count} of {len(record['rows'])} rows" for count in reasons.values() if count < len(record["rows"])
+    }
+    missing = "; ".join(
+        f"{LABELS.get(name, name)}{where.get(count, '')} ({why})" for (name, why), count in reasons.items()
+    )
     return f"Absent: {missing}." if missing else ""
 
 
