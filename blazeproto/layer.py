@@ -187,7 +187,7 @@ class MoE(nn.Module, Shown):
         experts: Tensor | None = None,
         scores: Tensor | None = None,
     ) -> tuple[Tensor, MoEStats]:
-        """x (..., d) floating point → out (..., d) of x's dtype, and what the router did.
+        """x (..., d) floating point → out (..., d) of x's dtype, under autocast of its, and what the router did.
 
         token_ids: (...) integers, for hash routing alone.
         mask: (...) bool; default: all True. A token where it is False is padding: its output is 0, from the shared expert too;

@@ -59,6 +59,8 @@ def main() -> None:
     for name in modules():
         importlib.reload(sys.modules[name])
     check("every module reloaded", expected)
+    importlib.reload(sys.modules["blazeproto.autograd.options"])
+    check("options alone reloaded", expected)
 
     from blazeproto.autograd import chunks
     from blazeproto.router import linear

@@ -48,7 +48,7 @@ def check_experts(
     weights_have = [
         w.shape[0] if isinstance(w, Tensor | StoredWeight) and w.dim() == 3 else None for w in (*up, down_proj)
     ]
-    if {*weights_have} == {weights_have[-1]} and weights_have[-1] not in (None, num_experts):
+    if {*weights_have} == {weights_have[-1]} and weights_have[-1] is not None and weights_have[-1] != num_experts:
         raise ValueError(f"num_experts: expected {weights_have[-1]} as the weights have, got {num_experts}")
     if down_proj.dim() != 3 or down_proj.shape[:2] != (num_experts, d_model):
         raise ValueError(

@@ -184,7 +184,8 @@ def merged(function: str, options: Options | None, keywords: dict[str, Any]) -> 
     TypeError for a keyword that is no option, with the nearest, and for options of another type; what `Options` raises.
     """
     options = DEFAULTS if options is None else options
-    if not isinstance(options, Options):
+    # By its fields: after a reload of this module, Options made before are of another class.
+    if getattr(options, "__match_args__", None) != Options.__match_args__:
         raise TypeError(f"options: expected an Options or None, got {type(options).__name__}")
     for name in keywords:
         if name not in OPTION_NAMES:

@@ -23,6 +23,7 @@ try:
         _dispatch_tls_local_include_set,
         _ForceDispatchKeyGuard,
         _get_tracing_state,
+        _has_storage,
         _len_torch_dispatch_stack,
         _len_torch_function_stack,
     )
@@ -52,6 +53,17 @@ def refuse_transforms(name: str, tensors: Iterable[Any]) -> None:
         raise RuntimeError(
             f"{name}: expected a call outside torch.func's grad, vmap, jvp and forward-mode AD, which are not supported; for "
             "gradients use backward() or torch.autograd.grad, for a batch of inputs one tensor with all their tokens"
+        )
+
+
+def refuse_batches(gradient: Tensor | None) -> None:
+    """RuntimeError in a backward for a batch of gradients, which is_grads_batched=True, vectorize=True and vmap give."""
+    if not AVAILABLE or gradient is None or torch.compiler.is_compiling():
+        return
+    if _are_functorch_transforms_active() or not _has_storage(gradient):
+        raise RuntimeError(
+            "backward: expected one gradient of the output, got a batch of them (is_grads_batched=True, vectorize=True, vmap), "
+            "which is not supported; call torch.autograd.grad for each"
         )
 
 

@@ -274,6 +274,8 @@ class Router(nn.Module):
             )
         if self.bias_update_rate > 0:
             bias.copy_(updated_bias(bias, load, self.bias_update_rate))
+            if bias is not self.expert_bias and type(self.expert_bias) is Tensor:
+                self.expert_bias = bias  # one that was assigned in another dtype is fp32 from now on
 
     def _check_input(self, x: Tensor, token_ids: Tensor | None, mask: Tensor | None) -> None:
         refuse_transforms("Router", (x, self.weight))

@@ -55,7 +55,7 @@ def _quantize(numbers: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     by_block, largest = largest_of(numbers, block)
     exponent = (largest.frexp().exponent - 3).clamp_min(-127)
     magnitudes = torch.ldexp(by_block.abs(), -exponent).view_as(numbers)
-    between = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=numbers.device)
+    between = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=torch.float32, device=numbers.device)
     codes = torch.bucketize(magnitudes, between, out_int32=True)  # of two as near, the lower
     codes += (codes % 2 == 1) & (magnitudes == between[codes.clamp_max(6)])
     scales = (exponent.squeeze((1, 3)) + 127).to(torch.uint8).view(torch.float8_e8m0fnu)

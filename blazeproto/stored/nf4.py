@@ -98,7 +98,7 @@ def _expanded(absmax: Tensor, nested: Nested) -> Tensor:
 def _quantize(numbers: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """To the nearest number."""
     by_block, largest = largest_of(numbers, block)
-    table = torch.tensor(NUMBERS, device=numbers.device)
+    table = torch.tensor(NUMBERS, dtype=torch.float32, device=numbers.device)
     relative = (by_block / largest).nan_to_num_(0.0)  # a block of zeros
     codes = torch.bucketize(relative.view_as(numbers), (table[1:] + table[:-1]) / 2)
     return to_nibbles(codes, high_first=True), largest.squeeze((1, 3))

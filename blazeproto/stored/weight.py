@@ -181,7 +181,7 @@ def quantize(weight: Tensor, format: str, block: tuple[int, int] | None = None) 
 
 def of_nibbles(values: Tensor, numbers: tuple[float, ...], *, high_first: bool = False) -> Tensor:
     """(out, in / 2) bytes -> (out, in) float32: the 16 numbers by their codes.  high_first: the high nibble is the first."""
-    table = torch.tensor(numbers, device=values.device)
+    table = torch.tensor(numbers, dtype=torch.float32, device=values.device)
     halves = table.repeat(16), table.repeat_interleave(16)  # by a byte's low and high nibble
     pairs = torch.stack(halves[::-1] if high_first else halves, dim=1)
     return pairs.index_select(0, values.reshape(-1).int()).view(len(values), -1)

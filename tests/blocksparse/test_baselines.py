@@ -350,3 +350,10 @@ def test_a_capacity_factor_of_0_drops_nothing() -> None:
 def test_settings_that_do_not_fit(argument: str, given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"^{argument}: expected"):
         settings.Config(**given)
+
+
+@pytest.mark.parametrize("kind", [DroppingMoE, SequentialMoE])
+def test_compiled_for_any_number_of_tokens(kind: type[MoE]) -> None:
+    layer, x = kind(D, N, E, 2), torch.randn(7, D)
+    made, _ = torch.compile(layer, dynamic=True, backend="eager")(x)
+    torch.testing.assert_close(made, layer(x)[0])

@@ -99,6 +99,19 @@ def test_transforms_are_refused():
     assert torch.func.functional_call(layer, weights, (x,))[0].requires_grad  # which is no transform
 
 
+def test_batches_of_gradients_are_refused():
+    layer, x = MoE(D, N, E, K), torch.randn(T, D, requires_grad=True)
+    out, _ = layer(x)
+    for batched in (
+        lambda: torch.autograd.grad(out, x, torch.ones(2, T, D), is_grads_batched=True, retain_graph=True),
+        lambda: torch.vmap(lambda d_out: torch.autograd.grad(out, x, d_out, retain_graph=True))(torch.ones(2, T, D)),
+        lambda: torch.autograd.functional.jacobian(lambda x: layer(x)[0], x, vectorize=True),
+    ):
+        with pytest.raises(RuntimeError, match=r"^backward: expected one gradient of the output, got a batch"):
+            batched()
+    assert torch.autograd.grad(out, x, torch.ones(T, D))[0].shape == x.shape
+
+
 def test_a_tangent_is_refused():
     x = torch.randn(T, D)
     up, down, scores = torch.randn(E, 2 * N, D), torch.randn(E, D, N), torch.rand(T, K)

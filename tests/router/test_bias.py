@@ -130,6 +130,15 @@ def test_a_checkpoint_that_is_assigned_stays_as_it_is() -> None:
     assert given.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_bias_that_is_assigned_in_another_dtype_moves(dtype: torch.dtype) -> None:
+    router, given = biased(), BIAS.to(dtype)
+    router.expert_bias = given.clone()
+    router.update_bias(torch.arange(8))
+    assert torch.equal(router.expert_bias, updated_bias(given.float(), torch.arange(8), 1e-3))
+    assert router.expert_bias.dtype == torch.float32
+
+
 @pytest.mark.parametrize("choose", ["top_k", "capacity", "token_rounding"])
 @pytest.mark.parametrize("groups", [{}, {"num_groups": 4, "top_groups": 2}], ids=["plain", "groups"])
 def test_an_infinite_bias_switches_an_expert_off(choose: str, groups: dict[str, int]) -> None:

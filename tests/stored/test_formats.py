@@ -47,6 +47,21 @@ def int32s(codes: np.ndarray) -> Tensor:
     return torch.from_numpy((eights << np.arange(0, 32, 4)).sum(-1)).to(torch.int32).contiguous()
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("storage", sorted(stored.FORMATS))
+def test_the_default_dtype_changes_nothing(storage, default):
+    weight = torch.randn(2, 128, 128)
+    expected = stored.quantize(weight, storage)
+    numbers = expected.decode()
+    try:
+        torch.set_default_dtype(default)
+        made = stored.quantize(weight, storage)
+        again = made.decode()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(made.values, expected.values) and torch.equal(again, numbers)
+
+
 @pytest.mark.parametrize("in_blocks", [False, True])
 def test_every_pair_of_mxfp4(in_blocks):
     """16 numbers with 253 scales, down to bf16's subnormals."""
