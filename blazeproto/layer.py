@@ -24,7 +24,7 @@ from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for, num_chunks
 from blazeproto.autograd.kept import KeptWeights
 from blazeproto.autograd.mlp import dispatched_mlp
 from blazeproto.autograd.operators import autocast_dtype, gradient_rounded
-from blazeproto.autograd.options import OPTION_NAMES, Options, documented, set_attributes, takes_options
+from blazeproto.autograd.options import OPTION_NAMES, Options, documented, is_options, set_attributes, takes_options
 from blazeproto.autograd.ranks import Dispatcher, refuse_ranks
 from blazeproto.autograd.shared_expert import SharedExpert
 from blazeproto.router.choices import check_keywords
@@ -187,7 +187,7 @@ class MoE(nn.Module, Shown):
         experts: Tensor | None = None,
         scores: Tensor | None = None,
     ) -> tuple[Tensor, MoEStats]:
-        """x (..., d) floating point → out (..., d) of x's dtype, under autocast of its, and what the router did.
+        """x (..., d) floating point → out (..., d) in x's dtype (or autocast's, unless x is float64), and what the router did.
 
         token_ids: (...) integers, for hash routing alone.
         mask: (...) bool; default: all True. A token where it is False is padding: its output is 0, from the shared expert too;
@@ -371,7 +371,7 @@ class MoE(nn.Module, Shown):
         return self.options.needs + STORED * bool(self.stored)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "options" and not isinstance(value, Options):
+        if name == "options" and not is_options(value):
             raise TypeError(f"options: expected blazeproto.autograd.Options, got {type(value).__name__}")
         if name == "options" and (shared := self._modules.get("shared_expert")) is not None:
             shared.activation = value.activation

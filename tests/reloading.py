@@ -59,8 +59,9 @@ def main() -> None:
     for name in modules():
         importlib.reload(sys.modules[name])
     check("every module reloaded", expected)
-    importlib.reload(sys.modules["blazeproto.autograd.options"])
+    reloaded = importlib.reload(sys.modules["blazeproto.autograd.options"])
     check("options alone reloaded", expected)
+    blazeproto.MoE(16, 8, 4, 2).options = reloaded.Options()
 
     from blazeproto.autograd import chunks
     from blazeproto.router import linear

@@ -17,6 +17,7 @@ from blazeproto.activations import activation_named
 from blazeproto.autograd.low_rank import LowRows
 from blazeproto.autograd.options import Options
 from blazeproto.autograd.policy import Saved
+from blazeproto.autograd.private import refuse_batches
 from blazeproto.autograd.ranks import EXCHANGES, AddUp
 from blazeproto.dispatch.structures import Dispatch
 from blazeproto.gemm.recipe import FP8, RECIPES, Operand, Recipe
@@ -333,7 +334,11 @@ def store(ctx: Any, call: ExpertsCall, saved: Saved) -> None:
 
 
 def load(ctx: Any, d_out: Tensor | None) -> tuple[ExpertsCall, Saved]:
-    """The call and the tensors that `store` saved. If X was not saved, a tensor of its shape stands for it."""
+    """The call and the tensors that `store` saved. If X was not saved, a tensor of its shape stands for it.
+
+    RuntimeError for a d_out that `refuse_batches` refuses.
+    """
+    refuse_batches(d_out)
     values = iter(ctx.saved_tensors)
     p, beside, lists = first(Parameters, values), first(Beside, values), [*islice(values, 5)]
     if p.x is None and d_out is not None:

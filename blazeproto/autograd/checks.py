@@ -48,8 +48,9 @@ def check_experts(
     weights_have = [
         w.shape[0] if isinstance(w, Tensor | StoredWeight) and w.dim() == 3 else None for w in (*up, down_proj)
     ]
-    if {*weights_have} == {weights_have[-1]} and weights_have[-1] is not None and weights_have[-1] != num_experts:
-        raise ValueError(f"num_experts: expected {weights_have[-1]} as the weights have, got {num_experts}")
+    have = weights_have[-1]  # symbolic ints have no hash for a set, and are in no tuple
+    if all(each is not None and each == have for each in weights_have) and have != num_experts:
+        raise ValueError(f"num_experts: expected {have} as the weights have, got {num_experts}")
     if down_proj.dim() != 3 or down_proj.shape[:2] != (num_experts, d_model):
         raise ValueError(
             f"down_proj: expected shape (E, d, n) = ({num_experts}, {d_model}, n), got {tuple(down_proj.shape)}"

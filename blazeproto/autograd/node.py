@@ -41,13 +41,7 @@ from blazeproto.autograd.chunks import WHOLE, take
 from blazeproto.autograd.once import edge, once
 from blazeproto.autograd.operators import cast, define
 from blazeproto.autograd.policy import Saved, places
-from blazeproto.autograd.private import (
-    graph_is_kept,
-    hooks_see_saved_tensors,
-    refuse_batches,
-    release_saved_tensors,
-    unobserved,
-)
+from blazeproto.autograd.private import graph_is_kept, hooks_see_saved_tensors, release_saved_tensors, unobserved
 from blazeproto.autograd.ranks import EXCHANGES
 from blazeproto.autograd.records import new_rows
 from blazeproto.autograd.steps import MAKES, backward_flops, forward_flops, steps_of, wanted
@@ -176,7 +170,6 @@ def _needs(ctx: Any) -> Any:
 
 def _opened(ctx: Any, d_out: Tensor | None) -> Batch:
     """The backward of an autograd node."""
-    refuse_batches(d_out)
     call, saved = load(ctx, d_out)
     of = (d_out, getattr(ctx, "of_x", None)) if torch.is_grad_enabled() else ()  # by create_graph=True
     direct = not of and unobserved((d_out, *tensors_of(call), *saved))

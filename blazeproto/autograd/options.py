@@ -178,18 +178,22 @@ _TYPES = {option.name: str(option.type) for option in fields(Options)}
 OPTION_NAMES, DEFAULTS = tuple(_TYPES), Options()
 
 
+def is_options(value: Any) -> bool:
+    """Whether it is an `Options`. By its fields: after a reload of this module, one made before is of another class."""
+    return not isinstance(value, type) and getattr(value, "__match_args__", None) == Options.__match_args__
+
+
 def merged(function: str, options: Options | None, keywords: dict[str, Any]) -> Options:
     """``options`` with the ``keywords`` that `takes_options` gave a function of this name.
 
     TypeError for a keyword that is no option, with the nearest, and for options of another type; what `Options` raises.
     """
     options = DEFAULTS if options is None else options
-    # By its fields: after a reload of this module, Options made before are of another class.
-    if getattr(options, "__match_args__", None) != Options.__match_args__:
+    if not is_options(options):
         raise TypeError(f"options: expected an Options or None, got {type(options).__name__}")
     for name in keywords:
         if name not in OPTION_NAMES:
-            raise TypeError(f"{name}: unknown keyword of {function}{nearest(name, _KEYWORDS_OF[function])}")
+            raise TypeError(f"{name}: unknown keyword of {function}{nearest(name, _KEYWORDS_OF.get(function, []))}")
     return replace(options, **keywords) if keywords else options
 
 

@@ -57,13 +57,13 @@ def refuse_transforms(name: str, tensors: Iterable[Any]) -> None:
 
 
 def refuse_batches(gradient: Tensor | None) -> None:
-    """RuntimeError in a backward for a batch of gradients, which is_grads_batched=True, vectorize=True and vmap give."""
+    """RuntimeError in a backward for a gradient that is_grads_batched=True, vectorize=True or a transform has wrapped."""
     if not AVAILABLE or gradient is None or torch.compiler.is_compiling():
         return
-    if _are_functorch_transforms_active() or not _has_storage(gradient):
+    if gradient.layout == torch.strided and not _has_storage(gradient):
         raise RuntimeError(
-            "backward: expected one gradient of the output, got a batch of them (is_grads_batched=True, vectorize=True, vmap), "
-            "which is not supported; call torch.autograd.grad for each"
+            "backward: expected a plain gradient of the output, got one inside vmap, is_grads_batched=True, vectorize=True or "
+            "another transform of torch.func; call torch.autograd.grad once for each gradient"
         )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from blazeproto.activations import activate
 from blazeproto.autograd.checks import check_choice, check_experts
 from blazeproto.autograd.operators import as_experts_see, cast
-from blazeproto.autograd.options import OPTION_NAMES, Options
+from blazeproto.autograd.options import OPTION_NAMES, Options, is_options
 from blazeproto.layer import MoE, MoEStats
 from blazeproto.router.choices import Capacity
 from blazeproto.runtime.checks import integer
@@ -81,7 +81,7 @@ class PlainMoE(MoE):
         return super().extra_repr().replace(f"save={self.save}, ", "", 1)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "options" and isinstance(value, Options):
+        if name == "options" and is_options(value):
             for option in OPTION_NAMES:
                 ours, got = getattr(PLAIN, option), getattr(value, option)
                 if got != ours and option not in self.own_options:

@@ -28,7 +28,7 @@ from blazeproto.autograd.checks import check_choice, check_experts
 from blazeproto.autograd.once import edge, once_differentiable
 from blazeproto.autograd.operators import as_experts_see, cast, narrow_ids, ready
 from blazeproto.autograd.options import Options
-from blazeproto.autograd.private import refuse_transforms
+from blazeproto.autograd.private import refuse_batches, refuse_transforms
 from blazeproto.blocksparse.baselines import PlainMoE
 from blazeproto.blocksparse.rows import padded_gather, padded_scatter, score_grad
 from blazeproto.blocksparse.topology import Padding, Topology, topology_of
@@ -194,6 +194,7 @@ class BlockExperts(torch.autograd.Function):
         rows, h, act, y, up_proj, down_proj, scores, _ = saved  # with an edge to x
         dispatch, up, down, padding = ctx.blocked
         need_x, need_up, need_down, need_scores = ctx.needs_input_grad[:4]
+        refuse_batches(d_out)
         d_out = ready(d_out)
         d_y = padded_gather(d_out, padding, dispatch, scores)
         d_scores = score_grad(d_out, y, padding, dispatch) if need_scores else None

@@ -165,6 +165,8 @@ class Router(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         checks.fixed(self, name, value, ("d_model", "num_experts", "top_k"))
+        if name == "expert_bias" and type(value) is Tensor:
+            value = value.float()  # what was assigned, by load_state_dict(assign=True) too, stays as it is
         super().__setattr__(name, value)
 
     def reset_parameters(self) -> None:
@@ -191,8 +193,6 @@ class Router(nn.Module):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._bias()
         super()._load_from_state_dict(*args, **kwargs)
-        if self.expert_bias is not None:
-            self.expert_bias = self.expert_bias.float()  # with assign=True a checkpoint's tensor, which stays as it is
         self._bias()
 
     def extra_repr(self) -> str:
@@ -216,8 +216,8 @@ class Router(nn.Module):
         logits = router_logits.entry((x, self.weight), unobserved=hidden)(x, self.weight, mask)
         options, choice, bias = (self.score, self.renormalize, self.scale), self.choice, self._bias()
         groups = self.num_groups, self.top_groups
-        if bias is not None:
-            refuse_another_bias(self, bias)
+        if self.expert_bias is not None:
+            refuse_another_bias(self, self.expert_bias)
         pair_tokens = token_offsets = load = chosen_load = None
         drops = False
         if isinstance(choice, Hash):
@@ -274,8 +274,6 @@ class Router(nn.Module):
             )
         if self.bias_update_rate > 0:
             bias.copy_(updated_bias(bias, load, self.bias_update_rate))
-            if bias is not self.expert_bias and type(self.expert_bias) is Tensor:
-                self.expert_bias = bias  # one that was assigned in another dtype is fp32 from now on
 
     def _check_input(self, x: Tensor, token_ids: Tensor | None, mask: Tensor | None) -> None:
         refuse_transforms("Router", (x, self.weight))

@@ -189,7 +189,8 @@ def mean_of(medians: Sequence[float]) -> str:
 
 def beside_headline(source: Source, record: Record, headline: Record) -> Rows:
     """SonicMoE's time over ours in a file of one run each, by today's kernels, and in the headline; the sizes that both have."""
-    rows = [row for row in record["rows"] if not earlier(row)]
+    sizes = {*map(plain_shape, headline["rows"])}
+    rows = [row for row in record["rows"] if plain_shape(row) in sizes and not earlier(row)]
     here = {plain_shape(row): value_of(row, source) for row in rows}
     run = {
         "days": sorted({row["of"]["measured"].split(" ")[0] for row in rows}),
@@ -212,7 +213,7 @@ def single_runs(rows: Rows) -> str:
     """How far ratios of one run each are from the headline's; a sentence."""
     far = max(rows, key=lambda row: abs(row["here"] - row["there"]))
     return (
-        f"Single runs of {', '.join(far['days'])} on one {far['gpus']}, not the headline's: SonicMoE's time over ours, "
+        f"Single runs of {' and '.join(far['days'])} on one {far['gpus']}, not the headline's: SonicMoE's time over ours, "
         f"forward + backward, is up to {number(abs(far['here'] - far['there']))} away from the headline's on the {len(rows)} "
         f"models that both have ({far['label']}, T = {far['cfg']['T']}: {number(far['here'])} in the single run, "
         f"{number(far['there'])} in the headline)."

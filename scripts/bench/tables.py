@@ -539,7 +539,11 @@ TABLES = {
             *((f"DeepGEMM, TFLOP/s: {name}", f"tflops.{name}", 0) for name in ("up", "down")),
         ],
         rows=fp8_peers,
-        packages=("torch", "torchao"),
+        packages=lambda record: (
+            "torch",
+            "torchao",
+            *["sgl-deep-gemm"] * any(row["tflops"] for row in record["products"]),
+        ),
         only_measured=True,
     ),
 }

@@ -107,8 +107,15 @@ def test_batches_of_gradients_are_refused():
         lambda: torch.vmap(lambda d_out: torch.autograd.grad(out, x, d_out, retain_graph=True))(torch.ones(2, T, D)),
         lambda: torch.autograd.functional.jacobian(lambda x: layer(x)[0], x, vectorize=True),
     ):
-        with pytest.raises(RuntimeError, match=r"^backward: expected one gradient of the output, got a batch"):
+        with pytest.raises(
+            RuntimeError, match=r"^backward: expected a plain gradient of the output, got one inside vmap"
+        ):
             batched()
+
+    def inside(weight):  # of another batch: the gradient is plain
+        return weight * torch.autograd.grad(out, x, torch.ones(T, D), retain_graph=True)[0].sum()
+
+    assert torch.vmap(inside)(torch.ones(3)).unique().numel() == 1
     assert torch.autograd.grad(out, x, torch.ones(T, D))[0].shape == x.shape
 
 

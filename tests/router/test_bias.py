@@ -130,13 +130,29 @@ def test_a_checkpoint_that_is_assigned_stays_as_it_is() -> None:
     assert given.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_a_bias_that_is_assigned_in_another_dtype_moves(dtype: torch.dtype) -> None:
-    router, given = biased(), BIAS.to(dtype)
-    router.expert_bias = given.clone()
-    router.update_bias(torch.arange(8))
-    assert torch.equal(router.expert_bias, updated_bias(given.float(), torch.arange(8), 1e-3))
-    assert router.expert_bias.dtype == torch.float32
+def test_a_bias_that_is_assigned_in_another_dtype_moves(dtype: torch.dtype, compiled: bool) -> None:
+    router, given, load = biased(), BIAS.to(dtype), torch.arange(8)
+    router.expert_bias = given
+    step = torch.compile(router.update_bias, backend="eager") if compiled else router.update_bias
+    with torch.inference_mode(not compiled):
+        step(load)
+    step(load)
+    expected = updated_bias(updated_bias(given.float(), load, 1e-3), load, 1e-3)
+    assert torch.equal(router.expert_bias, expected) and torch.equal(given, BIAS.to(dtype))
+
+
+def test_a_bias_of_functional_call_is_the_same_where_a_checkpoint_routes_again() -> None:
+    x, given = torch.randn(3, 16, requires_grad=True), BIAS.bfloat16()
+
+    router = biased()
+
+    def scores(x: Tensor) -> Tensor:
+        return torch.func.functional_call(router, {"expert_bias": given}, x).scores
+
+    checkpoint(scores, x, use_reentrant=False).sum().backward()
+    assert x.grad is not None
 
 
 @pytest.mark.parametrize("choose", ["top_k", "capacity", "token_rounding"])

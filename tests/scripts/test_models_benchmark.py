@@ -292,7 +292,9 @@ def test_a_peer_s_table_has_the_versions_of_its_process() -> None:
     absent = model_row("DBRX") | {"absent": {"quack": "it does not run"}, "programs": {"our_products": {}}}
     made = tables.TABLES["models_quack"]({"rows": [row, absent]})
     assert "torch 2.11.0, QuACK 0.4.1; " in made and "0.3.11" not in made and "peft" not in made
-    assert "| OLMoE |" in made and "| DBRX |" not in made and "QuACK in 1 of 2 rows (it does not run)" in made
+    assert (
+        "| OLMoE |" in made and "| DBRX |" not in made and "QuACK in 1 of the 2 rows measured (it does not run)" in made
+    )
     absent["absent"] = {"liger": "it does not run"}
     said = tables.TABLES["models_liger"]({"rows": [absent]})
     assert said == "Not measured. Absent: Liger (it does not run)."

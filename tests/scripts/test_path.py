@@ -10,7 +10,7 @@ import pytest
 from scripts.checks.path import OTHERS, PAGE, is_table, lines_of_code, modules_that_run, page_with
 from scripts.checks.stand_in import PACKAGE
 
-CEILING = 11_218
+CEILING = 11_214
 """Lines of code. To lower it is free, to raise it takes a line in docs/decisions.md that says what was bought."""
 
 

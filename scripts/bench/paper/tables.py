@@ -114,10 +114,11 @@ def packages_of(record: Record) -> list[str]:
 
 def absent(record: Record, _: Rows) -> str:
     """The programs that are absent from some rows, from how many, and why."""
-    reasons = Counter(each for row in record["rows"] for each in row.get("absent", {}).items())
-    where = {
-        count: f" in {count} of {len(record['rows'])} rows" for count in reasons.values() if count < len(record["rows"])
-    }
+    reasons, rows = (
+        Counter(each for row in record["rows"] for each in row.get("absent", {}).items()),
+        len(record["rows"]),
+    )
+    where = {count: f" in {count} of the {rows} rows measured" for count in reasons.values() if count < rows}
     missing = "; ".join(
         f"{LABELS.get(name, name)}{where.get(count, '')} ({why})" for (name, why), count in reasons.items()
     )
