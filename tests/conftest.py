@@ -98,6 +98,14 @@ def nvdisasm() -> None:
         pytest.skip("needs nvdisasm")
 
 
+@pytest.fixture
+def default_dtype() -> Iterator[None]:
+    """For tests that change torch's."""
+    before = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(before)
+
+
 @pytest.fixture(params=["hopper", "ampere"])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each that has kernels: a Hopper GPU runs both, and passes for a GPU that runs the one alone."""

@@ -278,7 +278,7 @@ CEILINGS = {
     "blazeproto/lab/**/*.py": 3038,
     "ptxsim/*.py": 2991,
     "scripts/**/*.py": 9262,
-    "tests/**/*.py ptxsim/tests/**/*.py": 25451,
+    "tests/**/*.py ptxsim/tests/**/*.py": 25450,
     "blazeproto/**/*.cu blazeproto/**/*.cuh": 6979,
 }
 """How large rooms may be: statements of Python, lines of CUDA. To lower a ceiling is free, to raise one takes a line in

@@ -48,7 +48,7 @@ def check_experts(
     weights_have = [
         w.shape[0] if isinstance(w, Tensor | StoredWeight) and w.dim() == 3 else None for w in (*up, down_proj)
     ]
-    have = weights_have[-1]  # symbolic ints have no hash for a set, and are in no tuple
+    have = weights_have[-1]  # compared one by one: neither a set nor `in` finds a symbolic int
     if all(each is not None and each == have for each in weights_have) and have != num_experts:
         raise ValueError(f"num_experts: expected {have} as the weights have, got {num_experts}")
     if down_proj.dim() != 3 or down_proj.shape[:2] != (num_experts, d_model):

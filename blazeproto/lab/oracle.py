@@ -84,7 +84,7 @@ def make_case(
         x=operand("x", normal(T, d)),
         up_proj=operand("up_proj", weights(E, halves * n, d)),
         down_proj=operand("down_proj", weights(E, d, n)),
-        scores=torch.rand(experts.numel(), device=device, generator=generator) + 0.05,
+        scores=torch.rand(experts.numel(), dtype=torch.float32, device=device, generator=generator) + 0.05,
         d_out=operand("d_out", normal(T, d)),
         dispatch=(dispatch_varying if varying else dispatch_fixed)(experts, E, row_capacity),
         activation=activation,

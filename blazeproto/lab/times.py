@@ -118,7 +118,7 @@ def cold_ms(call: Call, rounds: int = COLD_ROUNDS) -> float:
     """
     for _ in range(COLD_WARMUPS):
         call()
-    other = torch.zeros(FLUSH_NUMBERS, device="cuda")
+    other = torch.zeros(FLUSH_NUMBERS, dtype=torch.float32, device="cuda")
     samples: list[float] = []
     flushes = 2
     while len(samples) < rounds:

@@ -76,6 +76,11 @@ def test_products_are_within_their_bounds(name: str, transposed: bool) -> None:
         assert ((got - exact).abs() <= bound).all(), output
 
 
+def test_scores_are_fp32_whatever_the_default(default_dtype: None) -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    assert case_of().scores.dtype == torch.float32
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_bounds_are_a_few_roundings_wide(name: str) -> None:
     """The largest number of each output, wrong by four roundings of bf16, or in fp32 by a quarter of that, is beyond it."""

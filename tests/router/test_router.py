@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -467,13 +466,6 @@ def test_checkpointing_gives_the_same_gradients_and_bias(name: str) -> None:
 
 
 # --- Its own precision: fp64 ranks as fp64, and neither autocast nor torch's default dtype matters -----------------------
-
-
-@pytest.fixture
-def default_dtype() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    yield
-    torch.set_default_dtype(before)
 
 
 def routed(name: str, x: torch.Tensor) -> Routing:

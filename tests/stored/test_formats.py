@@ -49,17 +49,13 @@ def int32s(codes: np.ndarray) -> Tensor:
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("storage", sorted(stored.FORMATS))
-def test_the_default_dtype_changes_nothing(storage, default):
+def test_the_default_dtype_changes_nothing(storage, default, default_dtype):
     weight = torch.randn(2, 128, 128)
     expected = stored.quantize(weight, storage)
     numbers = expected.decode()
-    try:
-        torch.set_default_dtype(default)
-        made = stored.quantize(weight, storage)
-        again = made.decode()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert torch.equal(made.values, expected.values) and torch.equal(again, numbers)
+    torch.set_default_dtype(default)
+    made = stored.quantize(weight, storage)
+    assert torch.equal(made.values, expected.values) and torch.equal(made.decode(), numbers)
 
 
 @pytest.mark.parametrize("in_blocks", [False, True])

@@ -114,13 +114,11 @@ def packages_of(record: Record) -> list[str]:
 
 def absent(record: Record, _: Rows) -> str:
     """The programs that are absent from some rows, from how many, and why."""
-    reasons, rows = (
-        Counter(each for row in record["rows"] for each in row.get("absent", {}).items()),
-        len(record["rows"]),
-    )
-    where = {count: f" in {count} of the {rows} rows measured" for count in reasons.values() if count < rows}
+    reasons = Counter(each for row in record["rows"] for each in row.get("absent", {}).items())
+    rows = len(record["rows"])
     missing = "; ".join(
-        f"{LABELS.get(name, name)}{where.get(count, '')} ({why})" for (name, why), count in reasons.items()
+        f"{LABELS.get(name, name)}{f' in {count} of the {rows} rows measured' * (count < rows)} ({why})"
+        for (name, why), count in reasons.items()
     )
     return f"Absent: {missing}." if missing else ""
 
