@@ -62,7 +62,7 @@ def measure(case: Tiled, machine: Machine) -> list[Row]:
         peaks[name] = machine.peak_bytes(steps[name]) / MIB
     figures = {"ms": (machine.eager(steps), 3), "saved_MiB": (saved, 2), "peak_MiB": (peaks, 2)}
     return [
-        {"tiles": G}
+        {"tiles": G, "row_counts": [config.batch * config.context * config.top_k // each for each in tiles]}
         | {
             f"{kind}_{field}": round(values[f"{kind} {G}"], digits)
             for kind in ("tiled", "micro")

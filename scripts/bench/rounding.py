@@ -23,7 +23,6 @@ medians of 20 rounds.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -66,9 +65,8 @@ SUBFIGURES: dict[str, tuple[Sizes, ...]] = {
 
 def whole_layers(shape: Sizes, inputs: LayerInputs, tile: int = TILE) -> dict[str, MoE]:
     """A layer for each of ROUTERS, all with the same weights."""
-    tiles: Any = {"top_k": {}}
     return {
-        name: moe(shape, inputs, router, aux_loss=AUX_LOSS, **tiles.get(name, {"tile": tile}))
+        name: moe(shape, inputs, router, aux_loss=AUX_LOSS, **({} if router == "top_k" else {"tile": tile}))
         for name, router in ROUTERS.items()
     }
 
@@ -132,6 +130,11 @@ def figures(
     return found
 
 
+def row_counts(routed: dict[str, Routing]) -> Row:
+    """Places for rows in each routing: rounded ones have as many as could be used, by which products choose their tiles."""
+    return {"row_counts": sorted({routing.experts.numel() for routing in routed.values()})}
+
+
 def gains(found: dict[str, Row], prefix: str = "gpu_") -> dict[str, float]:
     """Model TFLOP/s with token rounding over plain top-k's."""
     rounded, plain = found["rounded"], found["top_k"]
@@ -143,9 +146,9 @@ def measure(case: tuple[str, Sizes], machine: Machine) -> Row:
     _, shape = case
     inputs = peers.make_inputs(shape, device=machine.device)
     whole = whole_layers(shape, inputs, tile_on(machine))
-    programs = {name: with_router(layer, inputs) for name, layer in whole.items()}
-    found = figures(shape, programs, routings(whole, inputs.x), machine)
-    return found | gains(found)
+    routed = routings(whole, inputs.x)
+    found = figures(shape, {name: with_router(layer, inputs) for name, layer in whole.items()}, routed, machine)
+    return row_counts(routed) | found | gains(found)
 
 
 CASES = [(name, shape) for name, shapes in SUBFIGURES.items() for shape in shapes]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from scripts.bench.markdown import NOT_MEASURED, Entry, Record, Table, condition, noted, number
+from scripts.bench.markdown import NOT_MEASURED, Entry, Record, Table, condition, gpus_of, noted, number
 from scripts.bench.paper.printed import PERPLEXITY
 from scripts.lm.compare_backends import largest_difference, smoothed
 from scripts.lm.training_items import ITEMS, RUNS
@@ -262,7 +262,7 @@ def curves(record: Record) -> str:
     if "losses" not in record:
         return NOT_MEASURED
     steps, difference = len(record["losses"]["hopper"]), number(100 * record["largest_difference"])
-    said = f"the smoothed losses of {steps} steps on one {record['gpu'].partition(',')[0]} differ by at most {difference} %"
+    said = f"the smoothed losses of {steps} steps on one {gpus_of([record])} differ by at most {difference} %"
     return noted(said, [record])
 
 

@@ -159,9 +159,9 @@ def token_rounding(case: Case, machine: Machine) -> Row:
     routed = rounding.routings(rounding.whole_layers(shape, inputs, tile), inputs.x)
     made = {name: rounding.on_routing(shape, inputs, routing) for name, routing in routed.items()}
     found = rounding.figures(shape, made, routed, machine, prefix="")
-    row: Row = {"row_counts": sorted({routing.experts.numel() for routing in routed.values()})} | found
-    row["wasted"] = round(found["top_k"]["padded_rows"] / found["top_k"]["rows"] - 1, 4)
-    return row | {"fwdbwd_gain": rounding.gains(found, prefix="")["fwdbwd_gain"]}
+    wasted = round(found["top_k"]["padded_rows"] / found["top_k"]["rows"] - 1, 4)
+    gain = rounding.gains(found, prefix="")["fwdbwd_gain"]
+    return rounding.row_counts(routed) | found | {"wasted": wasted, "fwdbwd_gain": gain}
 
 
 # ------------------------------------------------------------------------------------------------- the scores' gradient
