@@ -97,13 +97,13 @@ def test_the_configurations_of_figure_7() -> None:
 def test_rounding_leaves_no_row_of_a_tile_empty() -> None:
     shape = Sizes(600, 32, 16, 8, 2)
     inputs = peers.make_inputs(shape, device="cpu")
-    layers = rounding.whole_layers(shape, inputs, tile=32)
-    routed = rounding.routings(layers, inputs.x)
+    routed = rounding.routings(layers := rounding.whole_layers(shape, inputs, tile=16), inputs.x)
     plain, rounded = routed["top_k"].load, routed["rounded"].load
-    assert int(plain.sum()) == 1200 < rounding.padded_rows(plain, 32)
-    assert rounding.padded_rows(rounded, 32) == int(rounded.sum())
-    assert (rounded - plain).abs().max() <= 16  # NR-f: to the nearest multiple
-    assert routed["rounded"].pair_tokens is not None
+    assert int(plain.sum()) == 1200 < rounding.padded_rows(plain, 16)
+    assert rounding.padded_rows(rounded, 16) == int(rounded.sum())
+    assert (rounded - plain).abs().max() <= 8  # NR-f: to the nearest multiple
+    row = rounding.measure(("small", shape), timing.Machine("cpu", rounds=1))
+    assert row["row_counts"] == rounding.row_counts(routed)["row_counts"] == [1200, 1200 + 8 * 7, 1200 + 8 * 15]
     assert torch.equal(routed["rounded"].logits, routed["top_k"].logits)
     bounds = [int(layers[name](inputs.x)[1].load.sum()) for name in ("down", "up")]
     assert bounds[0] <= int(rounded.sum()) <= bounds[1] and bounds[0] < 1200 < bounds[1]
