@@ -18,6 +18,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from PIL import Image
 
+from scripts.bench import training_tables
 from scripts.bench.common import REPOSITORY, RESULTS
 from scripts.bench.cost_tables import plot_predicted
 from scripts.bench.headline_tables import has_runs
@@ -37,7 +38,6 @@ from scripts.bench.paper.tables import (
     with_speeds,
 )
 from scripts.bench.result_tables import MARKED, PEERS, fill, layer_rows, load
-from scripts.bench.training_tables import plot_runs
 from scripts.command import argument_parser, refuse
 
 DOCS = REPOSITORY / "docs"
@@ -320,21 +320,31 @@ def plot_policies(figure: Any, record: Record) -> None:
 WIDE = (16, 8)
 PICTURES = {
     "speed.png": Picture("headline", plot_models, WIDE, with_runs),
-    "models_figure_10.png": Picture("models/figure_10", plot_figure_10, (6.9, 4.5)),
+    "models_figure_10.png": Picture("models/figure_10", plot_figure_10, (6.9, 4.5), packages=("torch",)),
     "experts.png": Picture("layer", partial(plot_experts, SPEEDS, "floor time / measured time"), WIDE),
     "memory.png": Picture("layer", partial(plot_experts, MEMORY, "bytes / ours"), WIDE),
     "dispatch.png": Picture("dispatch", plot_dispatch, WIDE, "series", ("torch",)),
     "predicted_layers.png": Picture("module", plot_predicted, (9, 6)),
     "predicted_products.png": Picture("products", plot_predicted, (9, 6)),
     "weak_scaling.png": Picture("distributed", plot_weak_scaling, (7, 4), "weak_scaling"),
-    "paper_moeblaze.png": Picture("paper/moeblaze-figures", partial(plot_paper, MOEBLAZE), WIDE),
+    "paper_moeblaze.png": Picture(
+        "paper/moeblaze-figures", partial(plot_paper, MOEBLAZE), WIDE, packages=("torch", "megablocks")
+    ),
     "paper_sonicmoe.png": Picture("paper/sonicmoe-layers", partial(plot_paper, SONICMOE), WIDE),
     "paper_kernels.png": Picture("paper/sonicmoe-kernels", plot_kernels, (16, 6)),
     "paper_rounding.png": Picture("paper/sonicmoe-rounding", plot_rounding, (16, 9)),
     "waterfall.png": Picture("paper/waterfall", plot_waterfall, (14, 8)),
     "policies.png": Picture("paper/policies", plot_policies, (10, 4.5)),
-    "training.png": Picture("training", plot_runs, (12, 5)),
-    "fp8_training.png": Picture("training", partial(plot_runs, item="fp8"), (12, 5)),
+    **{
+        name: Picture(
+            "training",
+            partial(training_tables.plot_runs, item=item),
+            (12, 5),
+            partial(training_tables.rows_for, item=item),
+            ("torch",),
+        )
+        for item, name in training_tables.PICTURES.items()
+    },
 }
 """By their names in docs/."""
 

@@ -72,7 +72,7 @@ def plot(losses: dict[str, list[float]], path: Path) -> None:
     pairs = zip(*(smoothed(losses[backend]) for backend in BACKENDS), strict=True)
     bottom.plot([100 * (a - b) / b for a, b in pairs], color="#444444", lw=1)
     bottom.axhspan(-100 * LIMIT, 100 * LIMIT, color="#66a182", alpha=0.15)
-    bottom.set(xlabel="step", ylabel="smoothed difference, %")
+    bottom.set(xlabel="step", ylabel="difference, %")
     figure.savefig(path, dpi=110)
 
 

@@ -300,7 +300,7 @@ def test_a_picture_of_kernels_that_are_earlier_by_now_is_stale(tmp_path: Path) -
     path.parent.mkdir()
     path.write_text(json.dumps(record))
     plot_results.PICTURES[name].save(record, tmp_path / name)
-    caption = "a GPU; torch 2.11.0, SonicMoE 0.1.2, QuACK 0.3.11; a day."
+    caption = "a GPU; torch 2.11.0; a day."
     assert plot_results.caption_in(tmp_path / name) == caption
     assert not plot_results.stale_pictures(tmp_path, tmp_path)
     record["rows"][0] |= EARLIER
