@@ -131,7 +131,7 @@ def figures(
 
 
 def row_counts(routed: dict[str, Routing]) -> Row:
-    """Places for rows in each routing: rounded ones have as many as could be used, by which products choose their tiles."""
+    """For how many rows each routing has room, by which products choose their tiles: a rounded one, for more than T K."""
     return {"row_counts": sorted({routing.experts.numel() for routing in routed.values()})}
 
 

@@ -97,7 +97,8 @@ def test_the_configurations_of_figure_7() -> None:
 def test_rounding_leaves_no_row_of_a_tile_empty() -> None:
     shape = Sizes(600, 32, 16, 8, 2)
     inputs = peers.make_inputs(shape, device="cpu")
-    routed = rounding.routings(layers := rounding.whole_layers(shape, inputs, tile=16), inputs.x)
+    layers = rounding.whole_layers(shape, inputs, tile=16)
+    routed = rounding.routings(layers, inputs.x)
     plain, rounded = routed["top_k"].load, routed["rounded"].load
     assert int(plain.sum()) == 1200 < rounding.padded_rows(plain, 16)
     assert rounding.padded_rows(rounded, 16) == int(rounded.sum())
@@ -108,8 +109,7 @@ def test_rounding_leaves_no_row_of_a_tile_empty() -> None:
     bounds = [int(layers[name](inputs.x)[1].load.sum()) for name in ("down", "up")]
     assert bounds[0] <= int(rounded.sum()) <= bounds[1] and bounds[0] < 1200 < bounds[1]
     # 6·R·n·d operations in 1 ms, 12·R·n·d in 2
-    shape = Sizes(600, 1000, 500, 8, 2)
-    assert rounding.model_tflops(shape, 1_000_000, 1.0, 3.0) == {
+    assert rounding.model_tflops(Sizes(600, 1000, 500, 8, 2), 1_000_000, 1.0, 3.0) == {
         "fwd_tflops": 3000.0,
         "bwd_tflops": 3000.0,
         "fwdbwd_tflops": 3000.0,
