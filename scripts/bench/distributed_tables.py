@@ -16,7 +16,7 @@ DISPATCHERS = {
 
 
 def dispatcher(row: Record) -> str:
-    return DISPATCHERS[row["dispatcher"]] + (f" (absent: {row['absent']})" if "absent" in row else "")
+    return DISPATCHERS[row["dispatcher"]] + "".join(f" (absent: {why})" for why in row.get("absent", {}).values())
 
 
 def over_one_gpu(record: Record) -> list[Record]:

@@ -351,15 +351,15 @@ def measure_torchs(case: Spread, machine: Machine) -> Row:
     there."""
     ranks = machine.ranks
     if not machine.on_gpu:
-        return {"absent": f"needs GPUs, got ranks on {ranks.device.type}"}
+        return {"absent": {"vdev_2d": f"needs GPUs, got ranks on {ranks.device.type}"}}
     folder = ranks.told(tempfile.mkdtemp() if ranks.first else "")
     spec = {"shape": case.shape[:5], "rounds": machine.rounds, "store": f"{folder}/store", "rank": ranks.rank}
     spec |= {"ranks": ranks.size, "gpu": torch.cuda.current_device()}
     found = ranks.of_each(partial(ended, "scripts.bench.torch_exchange", json.dumps(spec)))
     if ranks.first:
         shutil.rmtree(folder, ignore_errors=True)
-    reasons = sorted((each for each in found if "absent" in each), key=lambda each: each["absent"] == SILENT)
-    return (reasons or found)[0]
+    reasons = sorted((each["absent"] for each in found if "absent" in each), key=SILENT.__eq__)
+    return {"absent": {"vdev_2d": reasons[0]}} if reasons else found[0]
 
 
 SILENT = f"no end within {PATIENCE} s"  # of a rank that waits for another, which has a better reason

@@ -14,7 +14,6 @@ import argparse
 import os
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -63,11 +62,6 @@ def run_of(case: Run, machine: Machine) -> Row:
     return record["rows"][0]["runs"][0] | {"launched": record.get("kernels", {}), "tuned_anew": first}
 
 
-@cache
-def models_here() -> tuple[str, ...]:
-    return MODELS_OF.get(folder_of(gpu_name()), HEADLINE)
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(resume=True)
     parser.add_argument("--models", type=some_of(BY_NAME), help=f"default: {', '.join(HEADLINE)}")
@@ -81,7 +75,9 @@ BENCH = Bench(
     __doc__,
     {"runs": Item(run_of, CASES, key=of_case, rounds=5, together=together)},
     options=add_options,
-    asked=lambda options, case: case.number < options.runs and case.label in (options.models or models_here()),
+    asked=lambda options, case: (
+        case.number < options.runs and case.label in (options.models or MODELS_OF.get(folder_of(gpu_name()), HEADLINE))
+    ),
 )
 
 if __name__ == "__main__":

@@ -23,10 +23,6 @@ def _tiles(entry: str, defines: Mapping[str, Any], left_out: Sequence[str] = ())
     return entry, *(0 if macro in left_out else int(defines.get(macro, 0)) for macro in TILE_MACROS)
 
 
-def _is_of_ampere(description: Mapping[str, Any]) -> bool:
-    return str(description.get("file")).startswith(f"{AMPERE.folder}/")
-
-
 def _by_macros(config: TileConfig) -> dict[str, int]:
     return {"BN": config.tile_n} | {field.name.upper(): getattr(config, field.name) for field in fields(config)}
 
@@ -86,7 +82,7 @@ def other_tiles(description: Mapping[str, Any], cfg: Mapping[str, int], rows: Se
     defines = description.get("defines", {})
     if "BN" not in defines or {"FP8", "STORED"} & defines.keys() or not set("TdnEK") <= cfg.keys():
         return False
-    if _is_of_ampere(description):  # whose tiles no size chooses
+    if str(description.get("file")).startswith(f"{AMPERE.folder}/"):  # whose tiles no size chooses
         return defines["BN"] not in {config.tile_n for config in (*AMPERE.tiles.values(), FACTORS[AMPERE])}
     entry, left_out = description["entry"], CHANGED_TO_SEND if "SENDS" in defines else ()
     tiles = _tiles(entry, defines, left_out)

@@ -14,7 +14,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rc_context
+from matplotlib import colors, rc_context
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -257,7 +257,10 @@ def plot_kernels(figure: Any, record: Record) -> None:
                 color = COLORS[name] if kernel["multiplies"] else "#d9d9d9"
                 axis.bar(place, kernel["ms"], 0.7, bottom=bottom, color=color, edgecolor="white", linewidth=1)
                 if kernel["ms"] > 0.05 * whole:
-                    axis.text(place, bottom + kernel["ms"] / 2, said_of(kernel), ha="center", va="center", fontsize=7)
+                    ink = "white" if sum(colors.to_rgb(color)) < 1 else "black"
+                    axis.text(
+                        place, bottom + kernel["ms"] / 2, said_of(kernel), color=ink, ha="center", va="center", size=7
+                    )
                 bottom += kernel["ms"]
         axis.set_xticks(range(len(row["programs"])), [LABELS[name] for name in row["programs"]])
         axis.set(title=f"{phase}, {plain_shape(row)}: products in colour", ylabel="ms")
@@ -330,8 +333,10 @@ PICTURES = {
     "paper_moeblaze.png": Picture(
         "paper/moeblaze-figures", partial(plot_paper, MOEBLAZE), WIDE, packages=("torch", "megablocks")
     ),
-    "paper_sonicmoe.png": Picture("paper/sonicmoe-layers", partial(plot_paper, SONICMOE), WIDE),
-    "paper_kernels.png": Picture("paper/sonicmoe-kernels", plot_kernels, (16, 6)),
+    "paper_sonicmoe.png": Picture(
+        "paper/sonicmoe-layers", partial(plot_paper, SONICMOE), WIDE, packages=(*PEERS, "megablocks")
+    ),
+    "paper_kernels.png": Picture("paper/sonicmoe-kernels", plot_kernels, (16, 6), packages=(*PEERS, "megablocks")),
     "paper_rounding.png": Picture("paper/sonicmoe-rounding", plot_rounding, (16, 9)),
     "waterfall.png": Picture("paper/waterfall", plot_waterfall, (14, 8)),
     "policies.png": Picture("paper/policies", plot_policies, (10, 4.5)),

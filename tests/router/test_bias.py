@@ -94,8 +94,7 @@ def test_the_mean_load_is_exact() -> None:
     load = torch.full((8,), 2**24)
     assert not updated_bias(BIAS, load, 1e-3).sub(BIAS).any()
     load[3] += 1
-    moved = updated_bias(torch.zeros(8), load, 1.0)
-    assert moved.tolist() == [1, 1, 1, -1, 1, 1, 1, 1]
+    assert updated_bias(torch.zeros(8), load, 1.0).tolist() == [1, 1, 1, -1, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(

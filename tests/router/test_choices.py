@@ -109,8 +109,7 @@ def test_token_choice_wins_however_small_its_score() -> None:
     # Sigmoids saturate: expert 0 is chosen (by its bias) with score 0 while others have 1.
     scores = torch.tensor([[0.0], [1.0], [1.0], [1e-30]])
     chosen = torch.tensor([[True], [False], [False], [True]])
-    order = rank_tokens(chosen_first_keys(scores, chosen))
-    assert order.tolist() == [[3, 0, 1, 2]]
+    assert rank_tokens(chosen_first_keys(scores, chosen)).tolist() == [[3, 0, 1, 2]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -524,8 +524,7 @@ def test_draws_are_fp32_whatever_the_default(rule: str, default_dtype: None) -> 
     expected = rounded()
     assert expected.tolist().count(0) in range(1, 12)
     torch.set_default_dtype(torch.bfloat16)
-    got = rounded()
-    assert torch.equal(got, expected)
+    assert torch.equal(rounded(), expected)
 
 
 @pytest.mark.parametrize("rule", ["sr_f", "nr_s"])

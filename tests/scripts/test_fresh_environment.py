@@ -118,8 +118,7 @@ def test_the_tests_of_ptxsim_need_it_and_pytest_alone(built: Path, tmp_path: Pat
 
 
 def test_doctor_has_nothing_to_mend(fresh: Environment) -> None:
-    said = fresh.here("python -m blazeproto doctor")
-    assert "This machine has all that it can run." in said
+    assert "This machine has all that it can run." in fresh.here("python -m blazeproto doctor")
 
 
 def test_the_lines_of_the_lab(fresh: Environment) -> None:

@@ -98,6 +98,16 @@ def test_rows_stay_where_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [row["letter"] for row in record["nested"]["pairs"]] == ["a", "a", "b", "b"]
 
 
+def test_a_row_stays_where_a_program_that_it_has_is_absent_now(tmp_path: Path) -> None:
+    """Not where the row was measured without it: by --peers, or because it was absent then too."""
+    absent = {"sonic": "ModuleNotFoundError: none"}
+    for before, stays in ({}, True), ({"peers": ["sonic"]}, True), ({"peers": []}, False), ({"absent": absent}, False):
+        (tmp_path / "toy.json").write_text(json.dumps({"rows": [{"letter": "A", "ms": 0} | before]}))
+        bench = replace(TOY, items={"letters": Item(lambda case, machine: {"absent": absent}, "A", "A", (), of_letter)})
+        ran, record = run(tmp_path, bench=bench)
+        assert ("ms" in record["rows"][0], ran == "1", "sonic" in str(record.get("failed"))) == (stays, stays, stays)
+
+
 def test_an_item_leaves_time_for_those_after_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, record = run(tmp_path, "--time-budget", "9")
     assert not record["rows"] and len(record["nested"]["pairs"]) == 4
