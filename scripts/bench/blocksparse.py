@@ -178,14 +178,14 @@ def measure_others(case: tuple[str, str], machine: Machine) -> list[Row]:
     """A row a product that runs and computes what ours does."""
     part, model = case
     topology, flat, _ = problem_of(model, machine.device)
-    ours, made = products_of(topology, flat), []
+    ours, made, absent = products_of(topology, flat), list[Row](), dict[str, str]()
     theirs = {"stk": stk_products_of, "bsr": bsr_products_of}[part]
     for name, product in theirs(topology, flat).items():
-        result = peers.if_it_runs(f"{part} {name}", product, {})
+        result = peers.if_it_runs(f"{part} {name}", product, absent)
         if result is not None and relative_difference(result, ours[name]()) < LARGEST_DIFFERENCE:
             ms = machine.times({part: product}, [part]).ms[part]
             made.append({"product": name, f"{part}_ms": round(ms, 5)})
-    return made
+    return [row | ({"absent": absent} if absent else {}) for row in made]
 
 
 # -------------------------------------------------------------------------------------------------------------- layers

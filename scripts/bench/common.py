@@ -15,6 +15,7 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -173,6 +174,7 @@ def installed_versions() -> list[str]:
     return versions
 
 
+@cache
 def gpu_name() -> str:
     """Name and driver of the first GPU, as the peers' results spell it."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"]

@@ -144,7 +144,7 @@ def bounded_workspace(shape: Sizes, machine: Machine) -> Row:
     builds: dict[str, peers.Build] = {OURS: ours}
     builds |= {name: partial(ours, workspace_bytes=bound) for name, bound in bounds.items()}
     inputs = peers.make_inputs(shape, device=machine.device)
-    programs, _ = peers.build_all(builds | builds_of(["sonic"]), shape, [inputs])
+    programs, absent = peers.build_all(builds | builds_of(["sonic"]), shape, [inputs])
     calls = rotations(programs, "forward_backward")
     peak = {name: machine.peak_bytes(call) / MIB for name, call in calls.items()}
     eager, gpu = machine.eager(calls), machine.times(calls, tuple(calls))
@@ -161,7 +161,7 @@ def bounded_workspace(shape: Sizes, machine: Machine) -> Row:
             }
             for name in calls
         }
-    }
+    } | ({"absent": absent} if absent else {})
 
 
 def four_million_tokens(shape: Sizes, machine: Machine) -> Row:

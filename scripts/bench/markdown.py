@@ -44,6 +44,7 @@ NAMES = {
     "transformers": "transformers",
     "peft": "peft",
     "megablocks": "MegaBlocks",
+    "scattermoe": "ScatterMoE",
     "stanford-stk": "stk",
     "triton": "Triton",
     "torchao": "torchao",

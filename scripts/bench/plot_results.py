@@ -255,7 +255,7 @@ def plot_kernels(figure: Any, record: Record) -> None:
             whole, bottom = sum(kernel["ms"] for kernel in kernels), 0.0
             for kernel in kernels:
                 color = COLORS[name] if kernel["multiplies"] else "#d9d9d9"
-                axis.bar(place, kernel["ms"], 0.7, bottom=bottom, color=color, edgecolor="white", linewidth=1)
+                axis.bar(place, kernel["ms"], 0.9, bottom=bottom, color=color, edgecolor="white", linewidth=0.5)
                 if kernel["ms"] > 0.05 * whole:
                     ink = "white" if sum(colors.to_rgb(color)) < 1 else "black"
                     axis.text(
@@ -263,7 +263,7 @@ def plot_kernels(figure: Any, record: Record) -> None:
                     )
                 bottom += kernel["ms"]
         axis.set_xticks(range(len(row["programs"])), [LABELS[name] for name in row["programs"]])
-        axis.set(title=f"{phase}, {plain_shape(row)}: products in colour", ylabel="ms")
+        axis.set(title=f"{phase}, T, d, n, E, K = {plain_shape(row)}: products in colour", ylabel="ms")
 
 
 def said_of(kernel: Record) -> str:
@@ -322,12 +322,12 @@ def plot_policies(figure: Any, record: Record) -> None:
 
 WIDE = (16, 8)
 PICTURES = {
-    "speed.png": Picture("headline", plot_models, WIDE, with_runs),
+    "speed.png": Picture("headline", plot_models, WIDE, with_runs, (*PEERS, "transformers")),
     "models_figure_10.png": Picture("models/figure_10", plot_figure_10, (6.9, 4.5), packages=("torch",)),
     "experts.png": Picture("layer", partial(plot_experts, SPEEDS, "floor time / measured time"), WIDE),
     "memory.png": Picture("layer", partial(plot_experts, MEMORY, "bytes / ours"), WIDE),
     "dispatch.png": Picture("dispatch", plot_dispatch, WIDE, "series", ("torch",)),
-    "predicted_layers.png": Picture("module", plot_predicted, (9, 6)),
+    "predicted_layers.png": Picture("module", plot_predicted, (9, 6), packages=("torch",)),
     "predicted_products.png": Picture("products", plot_predicted, (9, 6)),
     "weak_scaling.png": Picture("distributed", plot_weak_scaling, (7, 4), "weak_scaling"),
     "paper_moeblaze.png": Picture(
@@ -336,7 +336,7 @@ PICTURES = {
     "paper_sonicmoe.png": Picture(
         "paper/sonicmoe-layers", partial(plot_paper, SONICMOE), WIDE, packages=(*PEERS, "megablocks")
     ),
-    "paper_kernels.png": Picture("paper/sonicmoe-kernels", plot_kernels, (16, 6), packages=(*PEERS, "megablocks")),
+    "paper_kernels.png": Picture("paper/sonicmoe-kernels", plot_kernels, (17.5, 6), packages=(*PEERS, "megablocks")),
     "paper_rounding.png": Picture("paper/sonicmoe-rounding", plot_rounding, (16, 9)),
     "waterfall.png": Picture("paper/waterfall", plot_waterfall, (14, 8)),
     "policies.png": Picture("paper/policies", plot_policies, (10, 4.5)),

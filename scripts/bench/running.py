@@ -2,7 +2,7 @@
 
 A benchmark declares a `Bench` of `Item`s, and is started by `run`. All have the same options, and one place for results:
 results/GPU/FILE.json, FILE-quick.json with --quick, and with --cpu only what --out names. In a file a case's rows take the place
-of its earlier ones; other rows stay. So do a case's own rows where a program that they have is absent now, not installed, say.
+of its earlier ones; other rows stay. Its earlier rows stay too if a program in them is absent now (not installed, for example).
 """
 
 import argparse
@@ -218,14 +218,17 @@ def measured(measure: Callable[[Any, Machine], Row | list[Row]], key: Row, case:
     return rows
 
 
-def lost_programs(before: Iterable[Row], rows: list[Row]) -> str:
-    """The programs that are absent in rows and that those before, or their runs, have, and why; "" if none."""
-    had = [run for row in before for run in row.get("runs", [row])]
+def lost_programs(before: list[Row], rows: list[Row]) -> str:
+    """The programs that are absent in rows and that a row before has, and why; "" if none.
+
+    A row names its programs, or its peers, or those alone that are absent.
+    """
     return "; ".join(
-        f"the row with {name} stays; now it is absent, {why}"
-        for row in rows
-        for name, why in row.get("absent", {}).items()
-        if any(name in each.get("peers", [name]) and name not in each.get("absent", {}) for each in had)
+        f"{name} is absent now ({why}); the row that has it stays, --out FOLDER writes elsewhere"
+        for name, why in dict.fromkeys(each for row in rows for each in row.get("absent", {}).items())
+        if any(
+            name in {*(row.get("programs") or row.get("peers", [name]))} - {*row.get("absent", {})} for row in before
+        )
     )
 
 
@@ -292,18 +295,18 @@ def _run(bench: Bench, options: argparse.Namespace, ranks: Ranks) -> bool:
         torch.manual_seed(0)
         try:
             rows = measured(item.measure, key, job.case, machine)
-            failure = lost_programs((row for row in rows_at(record, item) if is_of(row, key)), rows)
+            replaced = [] if item.together and kept(job) else [row for row in rows_at(record, item) if is_of(row, key)]
+            failure = lost_programs(replaced, rows)
         except Exception as error:
             if ranks.size > 1:  # the others wait for this one
                 raise
             failure = f"{type(error).__name__}: {str(error)[:200]}"  # out of memory, say: the other rows are measured
         if failure:
-            rows, record["failed"] = [], record.get("failed", {}) | {str(job.case): failure}
-            print(f"  failed: {failure}")
+            rows, record["failed"] = [], record.get("failed", {}) | {str(job): failure}
         if ranks.first:
-            print(f"{place} of {len(left)}, {job}: {time.monotonic() - begin:.1f} s", flush=True)
-            if bench.peers:
-                rows = [row | {"peers": peers[job.name]} for row in rows]
+            ended = f"{time.monotonic() - begin:.1f} s{'; failed: ' * bool(failure)}{failure}"
+            print(f"{place} of {len(left)}, {job}: {ended}", flush=True)
+            rows = [row | ({"peers": peers[job.name]} if bench.peers else {}) for row in rows]
             alike = [each for each in bench.items.values() if each.part == item.part and each.file == item.file]
             if rows:
                 rows = [item.together([*kept(job), *rows])] if item.together else rows

@@ -201,7 +201,9 @@ def test_a_run_that_fails_is_said_and_the_others_are_made(tmp_path: Path, monkey
     with pytest.raises(SystemExit, match="1"):
         compare_runs.main(["accuracy", *words])
     record = read_json(tmp_path / "training.json")
-    assert [row["run"] for row in record["rows"]] == ["torch_fp32"] and [*record["failed"]] == ["dense-6-seed0"]
+    assert [row["run"] for row in record["rows"]] == ["torch_fp32"] and [*record["failed"]] == [
+        "accuracy: dense-6-seed0"
+    ]
 
 
 def test_a_row_of_other_settings_is_not_taken() -> None:

@@ -73,7 +73,7 @@ def test_a_run_that_is_stopped_goes_on(tmp_path: Path) -> None:
     ran, record = run(tmp_path, "--parts", "letters", "--resume")
     assert ran == "bcd1", "a's row is there; b's is tried again, and fails"
     assert [row["letter"] for row in record["rows"]] == ["a", "c", "d"]
-    assert record["failed"] == {"b": "OutOfMemoryError: no memory"}
+    assert record["failed"] == {"letters: b": "OutOfMemoryError: no memory"}
     assert run(tmp_path, "--parts", "letters", "--resume")[0] == "b1"
     assert run(tmp_path, "--parts", "letters")[0] == "abcd1", "all again"
     record["rows"][0]["of"]["version"] = 0
@@ -101,7 +101,8 @@ def test_rows_stay_where_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_a_row_stays_where_a_program_that_it_has_is_absent_now(tmp_path: Path) -> None:
     """Not where the row was measured without it: by --peers, or because it was absent then too."""
     absent = {"sonic": "ModuleNotFoundError: none"}
-    for before, stays in ({}, True), ({"peers": ["sonic"]}, True), ({"peers": []}, False), ({"absent": absent}, False):
+    have = {}, {"peers": ["sonic"]}, {"peers": [], "programs": {"sonic": {}}}
+    for before, stays in *((each, True) for each in have), ({"peers": []}, False), ({"absent": absent}, False):
         (tmp_path / "toy.json").write_text(json.dumps({"rows": [{"letter": "A", "ms": 0} | before]}))
         bench = replace(TOY, items={"letters": Item(lambda case, machine: {"absent": absent}, "A", "A", (), of_letter)})
         ran, record = run(tmp_path, bench=bench)
