@@ -206,7 +206,12 @@ def claims(record: Record) -> Rows:
             "{}",
             "fwd_ms",
         ),
-        "saved bytes over ScatterMoE's, 7B with n = 256": (seven, "{}", "scattermoe", "saved_MiB"),
+        "saved bytes (printed: peak of activations) over ScatterMoE's, 7B with n = 256": (
+            seven,
+            "{}",
+            "scattermoe",
+            "saved_MiB",
+        ),
         "speed over ScatterMoE's, forward + backward, 1.4B and 7B": (small, "scattermoe", "{}", "fwdbwd_ms"),
         "backward speed over ScatterMoE's, 7B with n = 256": (seven, "scattermoe", "{}", "bwd_ms"),
     }
